@@ -1,0 +1,1 @@
+"""Paged attention: the seam between a model's layers and the KV cache."""
