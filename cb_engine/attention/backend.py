@@ -70,6 +70,7 @@ class AttentionBackend(ABC):
     """Kernels of one device. `plan()` runs once a step and group, `run()` once a layer."""
 
     name: str
+    preferred_block_size: int  # tokens per block that the kernels like best
 
     @abstractmethod
     def allocate(self, spec: KVSpec, num_blocks: int, device: torch.device) -> KVCache:

@@ -1,0 +1,320 @@
+"""The synchronous core: one step at a time, on one thread.
+
+Owns the scheduler, the block manager, the runner and the weight version. Does not know threads, HTTP or callers:
+other threads reach it through `submit`, whose commands are carried out at the next step's edge.
+
+    step():  drain commands -> schedule() -> execute(plan) -> update_from_output -> deliver
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from cb_engine.attention.selection import select_backend
+from cb_engine.config import EngineConfig, ResolvedConfig, resolve_config, translate_config
+from cb_engine.device import device_defaults
+from cb_engine.errors import EngineError, QueueFullError
+from cb_engine.hints import WorkloadHints, normalize_hints
+from cb_engine.intake import Intake, RequestOptions
+from cb_engine.kv_cache.block_manager import BlockManager
+from cb_engine.metrics import EngineStats, StepClock, take_stats
+from cb_engine.output_processor import OutputProcessor
+from cb_engine.outputs import GenerationOutput
+from cb_engine.request import Request
+from cb_engine.runner.forward import Coverage
+from cb_engine.runner.kv_layout import group_layers, size_groups
+from cb_engine.runner.model_runner import ModelRunner, StepFailedError
+from cb_engine.runner.probe import profile_model
+from cb_engine.runner.shadow import fingerprint, make_shadow
+from cb_engine.sampling_params import SamplingParams
+from cb_engine.scheduler.output import ModelOutput, SchedulerOutput
+from cb_engine.scheduler.scheduler import Scheduler, SchedulerConfig, make_fork_groups
+
+logger = logging.getLogger(__name__)
+
+# A lone request that fails its step is blamed for it; so many in a row, and it is the engine that is broken.
+_MAX_LONE_FAILURES = 3
+
+
+@dataclass(frozen=True)
+class Add:
+    """Command: queue these requests; those with equal prompts compute it once."""
+
+    requests: Sequence[Request]
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Command: end these requests with what they have."""
+
+    request_ids: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Command: run something at the step's edge, on the engine thread (a weight update, for example)."""
+
+    action: Callable[[], None]
+
+
+Command = Add | Abort | Call
+
+
+class Engine:
+    """Continuous batching over one model.
+
+    Args:
+        model: a transformers causal LM, its weights where they should be. It is read, never changed.
+        tokenizer: for text prompts, text outputs and stop strings.
+        config: an EngineConfig, transformers' ContinuousBatchingConfig, or a dict.
+        hints: workload hints; see `WorkloadHints`.
+        eos_token_id: ids that end a request; by default those of the model's generation config.
+
+    Raises:
+        UnsupportedModelError: the model has something that would be computed wrongly.
+        ValueError: a setting is wrong, or there is no memory for a cache.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        tokenizer: Any | None = None,
+        config: EngineConfig | Mapping[str, Any] | object | None = None,
+        hints: WorkloadHints | Mapping[str, Any] | object | None = None,
+        eos_token_id: int | Iterable[int] | None = None,
+    ) -> None:
+        self._model = model
+        self._fingerprint = fingerprint(model)
+        shadow = make_shadow(model)
+        self._profile = profile_model(model, shadow)
+        translated = translate_config(config)
+        devices = [layer.device for layer in self._profile.layers]
+        backend = select_backend(translated.config.attention_backend, devices)
+        self.config: ResolvedConfig = resolve_config(
+            translated,
+            normalize_hints(hints),
+            model_max_len=self._profile.max_model_len,
+            device=device_defaults(devices[0]),
+            block_size=backend.preferred_block_size,
+        )
+        groups = group_layers(self._profile.layers)
+        pools = size_groups(groups, self.config)
+        self._blocks = BlockManager(
+            pools,
+            block_size=self.config.block_size,
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.config.max_model_len,
+            enable_prefix_caching=self.config.enable_prefix_caching,
+        )
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=self.config.max_num_seqs,
+                max_num_batched_tokens=self.config.max_num_batched_tokens,
+                max_prefill_chunk=self.config.max_prefill_chunk,
+                prefill_first=self.config.scheduler_type == "prefill_first",
+            ),
+            self._blocks,
+        )
+        self._runner = ModelRunner(shadow, self._profile, self.config, backend, groups, pools)
+        self._processor = OutputProcessor(self._scheduler, tokenizer)
+        self._commands: deque[Command] = deque()  # append and popleft are atomic: many threads may submit
+        self._clock = StepClock()
+        self._lone_failures = 0
+        self.intake = Intake(
+            self.config,
+            self._blocks,
+            vocab_size=self._profile.vocab_size,
+            eos_token_id=_model_eos(model) if eos_token_id is None else eos_token_id,
+            tokenizer=tokenizer,
+        )
+
+    # ---- work ------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self, prompt: Any, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> list[str]:
+        """Queues one prompt; see `Intake.make` and `RequestOptions` for what may be given.
+
+        Returns:
+            the ids of its samples.
+        """
+        requests = self.intake.make(prompt, sampling_params or SamplingParams(), RequestOptions(**options))
+        self.submit(Add(requests))
+        return [request.request_id for request in requests]
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request at the next step's edge; its output says `finish_reason="abort"`."""
+        self.submit(Abort([request_id]))
+
+    def submit(self, command: Command) -> None:
+        """Hands a command to the engine; may be called from any thread."""
+        if isinstance(command, Add) and self.config.max_queue_size:
+            waiting = self.num_queued + len(command.requests)
+            if waiting > self.config.max_queue_size:
+                raise QueueFullError(f"{waiting} requests would wait, max_queue_size is {self.config.max_queue_size}")
+        self._commands.append(command)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait, those not yet drained included."""
+        return self._scheduler.num_waiting + sum(len(c.requests) for c in tuple(self._commands) if isinstance(c, Add))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._commands) or self._scheduler.has_work
+
+    def step(self) -> list[GenerationOutput]:
+        """Runs one step.
+
+        Returns:
+            the terminal output of every request that ended, and a snapshot of every streaming one that got a token.
+
+        Raises:
+            EngineError: the engine itself failed; every unfinished request is lost.
+        """
+        started = time.perf_counter()
+        self._drain_commands()
+        plan = self._scheduler.schedule()
+        changed: list[Request] = []
+        if plan.scheduled:
+            output = self._execute(plan)
+            changed = self._scheduler.update_from_output(plan, output)
+            self._clock.record(started)
+        return self._processor.process(self._scheduler.take_ended() + changed)
+
+    def _drain_commands(self) -> None:
+        while self._commands:
+            command = self._commands.popleft()
+            match command:
+                case Add(requests):
+                    make_fork_groups(requests)
+                    for request in requests:
+                        self._scheduler.add(request)
+                case Abort(request_ids):
+                    for request_id in request_ids:
+                        self._scheduler.abort(request_id)
+                case Call(action):
+                    action()
+
+    def _execute(self, plan: SchedulerOutput) -> ModelOutput:
+        try:
+            output = self._runner.execute(plan)
+        except StepFailedError as error:
+            self._lone_failures += 1
+            if len(plan.scheduled) > 1 or self._lone_failures >= _MAX_LONE_FAILURES:
+                raise EngineError(f"no request of the step could be computed: {error}") from error
+            return ModelOutput(errors={plan.scheduled[0].request.request_id: str(error)})
+        self._lone_failures = 0
+        return output
+
+    def fail_all(self, error: str) -> list[GenerationOutput]:
+        """Ends every unfinished request with `finish_reason="error"`; the last thing a broken engine does."""
+        pending = [r for c in self._commands if isinstance(c, Add) for r in c.requests]
+        self._commands.clear()
+        for request in pending:
+            self._scheduler.add(request)
+        for request in self._scheduler.unfinished():
+            self._scheduler.fail(request, error)
+        return self._processor.process(self._scheduler.take_ended())
+
+    def abort_all(self) -> None:
+        """Ends everything that is queued or running, at the next step's edge."""
+        queued = [r.request_id for c in tuple(self._commands) if isinstance(c, Add) for r in c.requests]
+        self.submit(Abort([r.request_id for r in self._scheduler.unfinished()] + queued))
+
+    # ---- warm-up and weights ---------------------------------------------------------------------------------
+
+    def warmup(self, progress: Callable[[int, int], None] | None = None) -> int:
+        """Runs every padded shape once; see `ModelRunner.warmup`."""
+        return self._runner.warmup(progress)
+
+    @property
+    def coverage(self) -> Coverage:
+        """Which padded shapes were warmed, used and missed."""
+        return self._runner.coverage
+
+    @property
+    def weight_version(self) -> int:
+        """Goes up whenever the model's weights are seen, or said, to have changed."""
+        return self._blocks.weight_version
+
+    def sync_weights(self) -> bool:
+        """Compares the model with what the engine was built on, and takes over what has changed.
+
+        Torch's version counters show every write to a parameter but those through `.data`; tell `weights_changed`
+        of such.
+
+        Returns:
+            whether anything had changed.
+
+        Raises:
+            EngineError: the model's attention layers are not the same any more.
+        """
+        seen = fingerprint(self._model)
+        if seen == self._fingerprint:
+            return False
+        rebuild = [t[:2] for t in seen.tensors] != [t[:2] for t in self._fingerprint.tensors]
+        if rebuild or seen.structure != self._fingerprint.structure:
+            shadow = make_shadow(self._model)
+            if profile_model(self._model, shadow) != self._profile:
+                raise EngineError("the model's attention layers changed; make a new engine (a new manager) for it")
+            self._runner.replace_shadow(shadow)
+        self._fingerprint = seen
+        self.weights_changed()
+        return True
+
+    def weights_changed(self) -> None:
+        """Starts a new weight version: nothing cached so far is hit any more, running requests follow
+        `running_on_weight_change`. On the engine thread only."""
+        self._scheduler.change_weights(self.weight_version + 1, self.config.running_on_weight_change)
+
+    def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Writes new values into the model's parameters, in place. On the engine thread only.
+
+        Raises:
+            ValueError: an unknown name or a wrong shape; nothing is written then.
+        """
+        own = dict(self._model.named_parameters(remove_duplicate=False)) | dict(self._model.named_buffers())
+        for name, tensor in tensors.items():
+            if name not in own:
+                raise ValueError(f"the model has no parameter {name!r}")
+            if own[name].shape != tensor.shape:
+                raise ValueError(f"{name!r} has shape {tuple(own[name].shape)}, the update {tuple(tensor.shape)}")
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                own[name].copy_(tensor)
+        self.sync_weights()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes. On the engine thread only."""
+        self._blocks.reset_prefix_cache()
+
+    # ---- questions -------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """A snapshot of all counters."""
+        return take_stats(self._scheduler, self._blocks, self._clock)
+
+    def check(self) -> None:
+        """Verifies that no block is lost or held twice.
+
+        Raises:
+            RuntimeError: naming the first fault.
+        """
+        self._blocks.check()
+
+
+def _model_eos(model: nn.Module) -> int | Iterable[int] | None:
+    generation_config = getattr(model, "generation_config", None)
+    eos = getattr(generation_config, "eos_token_id", None)
+    return eos if eos is not None else getattr(getattr(model, "config", None), "eos_token_id", None)

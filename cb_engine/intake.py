@@ -1,0 +1,157 @@
+"""The door: raw input in, valid `Request`s out.
+
+Owns the rules that a prompt and its options have to meet, and the numbering of requests. What passes here can be
+run; what does not is a `ValueError` or `TypeError` that names it, and nothing else is disturbed. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from cb_engine.config import ResolvedConfig
+from cb_engine.kv_cache.block_manager import BlockManager
+from cb_engine.request import Request
+from cb_engine.sampling import derive_seed
+from cb_engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """What may be said of a request beside its prompt and sampling."""
+
+    request_id: str | None = None
+    eos_token_id: int | Iterable[int] | None = None  # overrides the model's; -1 turns EOS off
+    streaming: bool = False
+    record_timestamps: bool = False
+
+
+class Intake:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        blocks: BlockManager,
+        *,
+        vocab_size: int,
+        eos_token_id: int | Iterable[int] | None,
+        tokenizer: Any | None = None,
+    ) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._vocab_size = vocab_size
+        self._eos = _eos_ids(eos_token_id)
+        self._tokenizer = tokenizer
+        self._seed = secrets.randbits(64) if config.seed is None else config.seed
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._arrivals = itertools.count()
+
+    def make(self, prompt: Any, params: SamplingParams, options: RequestOptions) -> list[Request]:
+        """Returns the `params.n` requests of one prompt, the one with the plain id last, as transformers orders them.
+
+        Args:
+            prompt: token ids (list, tuple, array or tensor), or a string if a tokenizer is attached.
+
+        Raises:
+            ValueError, TypeError: naming what is wrong with the prompt or the options.
+        """
+        token_ids = self.token_ids_of(prompt)
+        self._check_prompt(token_ids, params)
+        params.validate_vocab(self._vocab_size)
+        if params.stop and self._tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: pass tokenizer= to attach, or use stop_token_ids")
+        if params.logprobs is None and self._config.return_logprobs:
+            params = params.clone(logprobs=0)
+        eos = self._eos if options.eos_token_id is None else _eos_ids(options.eos_token_id)
+        room = self._config.max_model_len - len(token_ids)
+        wanted = room if params.max_tokens is None else params.max_tokens
+        with self._lock:
+            request_id = options.request_id if options.request_id is not None else f"req_{next(self._numbers)}"
+            arrivals = [next(self._arrivals) for _ in range(params.n)]
+        base_seed = derive_seed(self._seed, arrivals[0]) if params.seed is None else params.seed
+        ids = [f"{request_id}__child#{i}" for i in range(params.n - 1)] + [request_id]
+        return [
+            Request(
+                request_id=sample_id,
+                prompt_token_ids=token_ids,
+                sampling_params=params,
+                max_tokens=min(wanted, room),
+                limited_by_model=wanted > room or params.max_tokens is None,
+                eos_token_ids=eos,
+                stop_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos),
+                bad_words_ids=self._bad_words(params),
+                seed=derive_seed(base_seed, index),
+                arrival=arrivals[index],
+                streaming=options.streaming,
+                record_timestamps=options.record_timestamps,
+            )
+            for index, sample_id in enumerate(ids)
+        ]
+
+    def token_ids_of(self, prompt: Any) -> list[int]:
+        """The prompt as a list of ints; text goes through the attached tokenizer, special tokens and all."""
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise TypeError("a text prompt needs a tokenizer: pass tokenizer= to attach, or give token ids")
+            return [int(i) for i in self._tokenizer(prompt)["input_ids"]]
+        if hasattr(prompt, "tolist"):  # tensors and arrays
+            prompt = prompt.tolist()
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise TypeError(f"a prompt is a list of token ids or a string, not {type(prompt).__name__}")
+        if len(prompt) == 1 and isinstance(prompt[0], Sequence) and not isinstance(prompt[0], str | bytes):
+            prompt = prompt[0]  # a batch of one, as tokenizers return it
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, Integral):
+                raise TypeError(f"a prompt holds token ids, and {token!r} is none")
+        return [int(token) for token in prompt]
+
+    def _check_prompt(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+        if not token_ids:
+            raise ValueError("the prompt is empty; give at least one token (a BOS token, for example)")
+        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+            bad = next(t for t in token_ids if not 0 <= t < self._vocab_size)
+            raise ValueError(f"token id {bad} is outside the vocabulary of {self._vocab_size}")
+        limit = self._config.max_model_len
+        if len(token_ids) > limit or (len(token_ids) == limit and params.max_tokens != 0):
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens and the maximum length is {limit}, which leaves nothing to "
+                "generate; shorten the prompt or raise max_model_len"
+            )
+        shortage = self._blocks.capacity_shortage(len(token_ids) + 1, self._config.max_prefill_chunk)
+        if shortage is not None:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens and needs {shortage[0]} KV blocks of {self._config.block_size} "
+                f"tokens; the pool has {shortage[1]}; shorten the prompt or raise num_blocks"
+            )
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """bad_words as token ids; a word in text is banned at the start of a text and after a space."""
+        words: list[tuple[int, ...]] = []
+        for word in params.bad_words:
+            if not isinstance(word, str):
+                words.append(tuple(word))
+                continue
+            if self._tokenizer is None:
+                raise ValueError("bad_words in text need a tokenizer: pass tokenizer= to attach, or give token ids")
+            for text in (word, " " + word.lstrip()):
+                ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+                if ids and ids not in words:
+                    words.append(ids)
+        return tuple(words)
+
+
+def _eos_ids(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
+    """A model's or a caller's EOS as a set; None, and transformers' -1, mean that there is none."""
+    if eos_token_id is None:
+        return frozenset()
+    if hasattr(eos_token_id, "tolist"):
+        eos_token_id = eos_token_id.tolist()
+    ids = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
+    return frozenset(i for i in ids if i >= 0)

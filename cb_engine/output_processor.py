@@ -1,0 +1,112 @@
+"""From requests to what callers receive: text, stop strings, snapshots.
+
+Owns the text state of running requests. Changes no request: a stop string found in the text is reported to the
+Scheduler, which ends the request. Runs on the engine thread, after the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from cb_engine.detokenizer import IncrementalDetokenizer, StopChecker
+from cb_engine.outputs import GenerationOutput, RequestStatus
+from cb_engine.request import Request, Status
+from cb_engine.scheduler.scheduler import Scheduler
+
+
+@dataclass(slots=True)
+class _Text:
+    """A request's text so far. `num_seen` tokens of its output are in it."""
+
+    detokenizer: IncrementalDetokenizer
+    stops: StopChecker
+    text: str = ""
+    num_seen: int = 0
+
+
+class OutputProcessor:
+    """See the module docstring. Without a tokenizer there is no text, and nothing is kept."""
+
+    def __init__(self, scheduler: Scheduler, tokenizer: Any | None) -> None:
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._texts: dict[str, _Text] = {}
+
+    def process(self, changed: Iterable[Request]) -> list[GenerationOutput]:
+        """Returns a snapshot of every changed request that streams, and the terminal output of every ended one.
+
+        Text is only worked out where somebody needs it before the end: for stop strings and for streams.
+        """
+        outputs: list[GenerationOutput] = []
+        for request in changed:
+            needs_text = request.streaming or bool(request.sampling_params.stop) or request.is_finished
+            text = self._advance(request) if needs_text and self._tokenizer is not None else None
+            if request.is_finished:
+                self._texts.pop(request.request_id, None)
+            if request.is_finished or request.streaming:
+                outputs.append(snapshot(request, text))
+        return outputs
+
+    def _advance(self, request: Request) -> str:
+        """Decodes the new tokens and looks for stop strings; returns the text that may be shown."""
+        state = self._texts.get(request.request_id)
+        if state is None:
+            detokenizer = IncrementalDetokenizer(self._tokenizer, request.prompt_token_ids)
+            state = self._texts[request.request_id] = _Text(detokenizer, StopChecker(request.sampling_params.stop))
+        matched: str | None = None
+        tokens = request.output_token_ids
+        hidden = request.stop_reason if request.finish_reason == "stop" else None
+        while state.num_seen < len(tokens) and matched is None:
+            token = tokens[state.num_seen]
+            state.num_seen += 1
+            if state.num_seen == len(tokens) and token == hidden and token not in request.eos_token_ids:
+                break  # a stop token ends the text and is not part of it
+            delta = state.detokenizer.add(token)
+            if state.num_seen <= request.sampling_params.min_tokens:
+                state.text += delta  # stop strings count only once the minimum is out
+                continue
+            shown, matched = state.stops.feed(delta)
+            state.text += shown
+        if matched is not None:
+            self._scheduler.stop_on_text(request, matched)
+        elif request.is_finished:
+            shown, matched = state.stops.feed(state.detokenizer.finish())
+            state.text += shown if matched is not None else shown + state.stops.flush()
+            if matched is not None:
+                self._scheduler.stop_on_text(request, matched)
+        return state.text
+
+
+def snapshot(request: Request, text: str | None) -> GenerationOutput:
+    """A copy of what a request is now."""
+    params = request.sampling_params
+    return GenerationOutput(
+        request_id=request.request_id,
+        prompt_ids=list(request.prompt_token_ids),
+        generated_tokens=list(request.output_token_ids),
+        logprobs=list(request.logprobs),
+        error=request.error,
+        status=_public_status(request),
+        created_time=request.created_time,
+        lifespan=(request.first_scheduled_time, request.finished_time),
+        timestamps=list(request.timestamps) if request.record_timestamps else None,
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+        text=text,
+        top_logprobs=list(request.top_logprobs) if params.logprobs else None,
+        prompt_logprobs=list(request.prompt_logprobs) if params.prompt_logprobs is not None else None,
+        num_cached_tokens=request.num_cached_tokens,
+        num_preemptions=request.num_preemptions,
+        weight_version=list(request.weight_versions),
+    )
+
+
+def _public_status(request: Request) -> RequestStatus:
+    if request.status is Status.FINISHED:
+        ends = {"error": RequestStatus.FAILED, "abort": RequestStatus.ABORTED}
+        return ends.get(request.finish_reason or "", RequestStatus.FINISHED)
+    if request.output_token_ids:
+        return RequestStatus.DECODING
+    return RequestStatus.PREFILLING if request.status is Status.RUNNING else RequestStatus.PENDING

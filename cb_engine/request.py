@@ -1,0 +1,122 @@
+"""One prompt and all it has become. Owns `Request` and its tokens; knows no scheduler, cache or device.
+
+The Scheduler alone changes a Request; everyone else reads. One counter says how far it is:
+
+    token_ids   | prompt ........................ | output ............ |
+                0        num_computed_tokens^      num_prompt_tokens    num_tokens
+
+A step computes tokens `num_computed_tokens ..` until the counter has caught up with `num_tokens`; then the last
+row's logits give the next token. Chunked prefill, prefix hits, forks and preemption only move the counter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from cb_engine.outputs import FinishReason, TokenLogprob
+from cb_engine.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    """Where the Scheduler holds a request."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()  # waiting again, its blocks are gone and its tokens are kept
+    FINISHED = auto()
+
+
+@dataclass
+class ForkGroup:
+    """Requests with one prompt: the first computes it, the others fork its blocks."""
+
+    members: list[Request] = field(default_factory=list)
+
+    def source(self) -> Request | None:
+        """A running member that holds all of the prompt but its last token."""
+        for member in self.members:
+            if member.status is Status.RUNNING and member.num_computed_tokens >= member.num_prompt_tokens - 1:
+                return member
+        return None
+
+    def prefill_under_way(self) -> bool:
+        """Whether a member is computing the prompt right now, so that waiting for it pays."""
+        return any(m.status is Status.RUNNING for m in self.members)
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Request:
+    """See the module docstring. `max_tokens` is the resolved limit, never None."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling_params: SamplingParams
+    max_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()  # all ids that end it: EOS (unless ignored) and the caller's
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    limited_by_model: bool = False  # max_tokens was cut to what the maximum length leaves
+    seed: int = 0  # resolved, 64 bits
+    arrival: int = 0  # order of submission, the tie-breaker among equal priorities
+    streaming: bool = False
+    record_timestamps: bool = False
+    fork_group: ForkGroup | None = None
+    created_time: float = field(default_factory=time.perf_counter)
+
+    # Set by the Scheduler only.
+    status: Status = Status.WAITING
+    token_ids: list[int] = field(init=False)
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    first_scheduled_time: float = -1.0
+    finished_time: float = -1.0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
+    prompt_logprobs: list[list[TokenLogprob] | None] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    timestamps: list[float] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)  # one per full block, grown by the BlockManager
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens still to compute before the next one can be sampled."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its terminal output exists."""
+        return self.status is Status.FINISHED
+
+    @property
+    def sort_key(self) -> tuple[int, int]:
+        """Who goes first: the lower priority value, then the earlier arrival."""
+        return (self.sampling_params.priority, self.arrival)
+
+    def append_token(self, token_id: int, weight_version: int) -> None:
+        """Adds one sampled token and what is recorded per token."""
+        self.token_ids.append(token_id)
+        self.output_token_ids.append(token_id)
+        self.weight_versions.append(weight_version)
+        if self.record_timestamps:
+            self.timestamps.append(time.perf_counter())

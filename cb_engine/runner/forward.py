@@ -1,0 +1,128 @@
+"""The model's forward, one callable per shape.
+
+Owns compiled code and the record of which shapes were warmed, used and missed. Does not know requests or caches:
+it takes packed tokens and returns the logits of the wanted rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from cb_engine.errors import ShapeNotWarmedError
+from cb_engine.runner.buckets import Bucket, BucketTable, StepKind
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class Coverage:
+    """Which padded shapes were run in warm-up, which were used since, and how often one was met without it."""
+
+    warmed: set[Bucket] = field(default_factory=set)
+    used: set[Bucket] = field(default_factory=set)
+    missed: Counter[Bucket] = field(default_factory=Counter)
+
+    @property
+    def never_used(self) -> set[Bucket]:
+        """Shapes that warm-up has run and no step has needed."""
+        return self.warmed - self.used
+
+
+class ForwardTable:
+    """Invariant: after `freeze()` nothing is compiled any more."""
+
+    def __init__(
+        self,
+        shadow: nn.Module,
+        buckets: BucketTable,
+        *,
+        takes_logits_to_keep: bool,
+        compiled_kinds: frozenset[StepKind],
+        compile_options: Mapping[str, Any],
+        strict: bool,
+    ) -> None:
+        self._eager = _forward_of(shadow, takes_logits_to_keep)
+        self._shadow = shadow
+        self._buckets = buckets
+        self._compiled_kinds = compiled_kinds
+        self._compile_options = dict(compile_options)
+        self._strict = strict
+        self._compiled: dict[Bucket, Forward] = {}
+        self._frozen = False
+        self.coverage = Coverage()
+
+    def pads(self, kind: StepKind) -> bool:
+        """Whether steps of this kind have the shape of a listed bucket."""
+        return self._buckets.pads_decode if kind is StepKind.DECODE else self._buckets.pads_prefill
+
+    def get(self, bucket: Bucket, num_logits: int) -> Forward:
+        """The callable for a step of this shape.
+
+        A padded shape that was not warmed before `freeze()` runs eagerly, is counted and warned about once. A step
+        that wants more logits than its bucket has (prompt log-probabilities) is not static and runs eagerly too.
+
+        Raises:
+            ShapeNotWarmedError: instead, in strict mode.
+        """
+        if not self.pads(bucket.kind) or num_logits > bucket.num_seqs:
+            return self._eager
+        if not self._frozen:
+            self.coverage.warmed.add(bucket)
+        elif bucket in self.coverage.warmed:
+            self.coverage.used.add(bucket)
+        else:
+            self._report_miss(bucket)
+            return self._eager
+        if bucket.kind not in self._compiled_kinds:
+            return self._eager
+        if bucket not in self._compiled:
+            self._compiled[bucket] = self._compile(bucket)
+        return self._compiled[bucket]
+
+    def freeze(self) -> None:
+        """Warm-up is over: from now on an unknown shape is a miss."""
+        self._frozen = True
+
+    def _report_miss(self, bucket: Bucket) -> None:
+        if self._strict:
+            raise ShapeNotWarmedError(
+                f"{bucket} was not warmed up; give workload_hints that cover it, or leave strict_shapes off"
+            )
+        if not self.coverage.missed:
+            logger.warning("%s was not warmed up and runs eagerly; workload_hints that cover it avoid this", bucket)
+        self.coverage.missed[bucket] += 1
+
+    def _compile(self, bucket: Bucket) -> Forward:
+        """Compiles a function of the bucket's own: torch keeps compiled code per code object and gives up on one
+        with many shapes."""
+        eager = self._eager
+        name = f"step_{bucket.kind}_{bucket.num_seqs}_{bucket.width}_{bucket.num_blocks}_{id(self):x}"
+        own = types.FunctionType(
+            eager.__code__.replace(co_name=name),  # type: ignore[attr-defined]
+            eager.__globals__,  # type: ignore[attr-defined]
+            name,
+            closure=eager.__closure__,  # type: ignore[attr-defined]
+        )
+        return torch.compile(own, dynamic=False, **self._compile_options)  # type: ignore[no-any-return]
+
+
+def _forward_of(shadow: nn.Module, takes_logits_to_keep: bool) -> Forward:
+    def with_logits_to_keep(ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        output = shadow(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=wanted)
+        return output.logits[0]  # type: ignore[no-any-return]
+
+    def with_all_logits(ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        output = shadow(input_ids=ids, position_ids=positions, use_cache=False)
+        return output.logits[0].index_select(0, wanted)  # type: ignore[no-any-return]
+
+    return with_logits_to_keep if takes_logits_to_keep else with_all_logits

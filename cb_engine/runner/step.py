@@ -1,0 +1,64 @@
+"""The step that is bound while the shadow tree runs: which cache and which metadata each layer gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from cb_engine.attention.backend import AttentionBackend, AttentionMetadata, KVCache
+from cb_engine.runner.input_batch import InputBatch
+from cb_engine.runner.kv_layout import LayerGroup
+
+
+class PagedStep:
+    """Attention of all layers for one step; planned once per group and device, run once per layer."""
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        groups: Sequence[LayerGroup],
+        caches: Mapping[int, KVCache],
+        batch: InputBatch,
+    ) -> None:
+        self._backend = backend
+        self._caches = caches
+        self._metadata: dict[int, AttentionMetadata] = {}
+        for group, inputs in zip(groups, batch.groups, strict=True):
+            planned: dict[torch.device, AttentionMetadata] = {}
+            for layer in group.layers:
+                device = layer.device
+                if device not in planned:
+                    planned[device] = backend.plan(
+                        slot_mapping=inputs.slot_mapping.to(device, non_blocking=True),
+                        block_table=inputs.block_table.to(device, non_blocking=True),
+                        query_start_loc=batch.query_start_loc.to(device, non_blocking=True),
+                        seq_lens=batch.seq_lens.to(device, non_blocking=True),
+                        max_query_len=batch.max_query_len,
+                        max_seq_len=batch.max_seq_len,
+                    )
+                self._metadata[layer.layer_idx] = planned[device]
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `StepContext.attend`."""
+        return self._backend.run(
+            query,
+            key,
+            value,
+            self._caches[layer_idx],
+            self._metadata[layer_idx],
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )

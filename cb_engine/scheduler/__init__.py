@@ -1,0 +1,1 @@
+"""Who computes how many tokens this step. Free of torch."""

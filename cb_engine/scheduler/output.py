@@ -1,0 +1,71 @@
+"""What the Scheduler and the ModelRunner tell each other. Frozen plans, no behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cb_engine.kv_cache.block_manager import BlockCopy, Int32Array
+from cb_engine.outputs import TokenLogprob
+from cb_engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """`num_tokens` tokens of a request, from position `start` on."""
+
+    request: Request
+    start: int
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        """Tokens of the request that are in the cache after the step."""
+        return self.start + self.num_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Whether this step catches up, so that its last row gives the next token."""
+        return self.end == self.request.num_tokens and self.request.max_tokens > 0
+
+
+@dataclass(frozen=True)
+class SchedulerOutput:
+    """One step. Decodes (one token each) come first, prompt chunks after them."""
+
+    scheduled: tuple[ScheduledRequest, ...] = ()
+    block_tables: tuple[Int32Array, ...] = ()  # per layer group [len(scheduled), width], a copy
+    block_copies: tuple[BlockCopy, ...] = ()  # to be done in this order, before the step
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(s.num_tokens for s in self.scheduled)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request computes one token, the shape of the decode fast path."""
+        return all(s.num_tokens == 1 for s in self.scheduled)
+
+    def part(self, start: int, end: int | None) -> SchedulerOutput:
+        """The plan of requests `start:end` alone, its copies done already."""
+        return SchedulerOutput(self.scheduled[start:end], tuple(t[start:end] for t in self.block_tables))
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """What the runner drew for one request. `failed` tells that its logits left nothing to draw from."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: list[TokenLogprob] | None = None
+    failed: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """The runner's answer to a plan, by request id. A request that computed only a prompt chunk has no token."""
+
+    sampled: Mapping[str, SampledToken] = field(default_factory=dict)
+    prompt_logprobs: Mapping[str, list[list[TokenLogprob]]] = field(default_factory=dict)
+    errors: Mapping[str, str] = field(default_factory=dict)  # requests whose step could not be computed

@@ -1,0 +1,326 @@
+"""Decides how many tokens each request computes this step, and what a finished step means.
+
+Owns all Requests and their queues, and is alone in changing them. Does not know devices, text or threads.
+One counter, no modes: a running request gets `num_tokens - num_computed_tokens` tokens, or as many of them as the
+step's budget leaves. Decodes go first, so a long prompt never holds them up; prompts take what is left, in
+chunks; when blocks run out, the latest of the least urgent requests gives its own back and is recomputed later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cb_engine.config import RunningPolicy
+from cb_engine.kv_cache.block_manager import BlockManager, SharedPrefix
+from cb_engine.outputs import FinishReason
+from cb_engine.request import ForkGroup, Request, Status
+from cb_engine.scheduler.output import ModelOutput, SampledToken, ScheduledRequest, SchedulerOutput
+from cb_engine.scheduler.queue import WaitingQueue
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of a step. `prefill_first` lets prompts use the budget before decodes do."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_chunk: int
+    prefill_first: bool = False
+
+
+@dataclass
+class SchedulerCounters:
+    """Running totals, read by metrics."""
+
+    num_preemptions: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class Scheduler:
+    """Invariant: a request is waiting (no blocks), running (a row and blocks) or finished (forgotten)."""
+
+    def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
+        self.config = config
+        self.counters = SchedulerCounters()
+        self._blocks = block_manager
+        self._requests: dict[str, Request] = {}
+        self._waiting = WaitingQueue()
+        self._running: list[Request] = []
+        self._ended_outside_step: list[Request] = []
+        self._preempted_this_step = False
+
+    # ---- questions -------------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their first step, or for another after a preemption."""
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished, or an ended one is still to be delivered."""
+        return bool(self._requests or self._ended_outside_step)
+
+    def get(self, request_id: str) -> Request | None:
+        """An unfinished request."""
+        return self._requests.get(request_id)
+
+    def unfinished(self) -> list[Request]:
+        """All unfinished requests, in order of arrival."""
+        return sorted(self._requests.values(), key=lambda r: r.arrival)
+
+    # ---- commands --------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            ValueError: its id is in use.
+        """
+        if request.request_id in self._requests:
+            raise ValueError(f"request_id {request.request_id!r} is in use; give another, or wait for it to finish")
+        self._requests[request.request_id] = request
+        self.counters.prompt_tokens += request.num_prompt_tokens
+        self._waiting.push(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """Ends a request with what it has. Unknown and finished ids are passed over."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.finish(request, "abort")
+            self._ended_outside_step.append(request)
+        return request
+
+    def fail(self, request: Request, error: str) -> None:
+        """Ends a request that went wrong outside a step."""
+        request.error = error
+        self.finish(request, "error")
+        self._ended_outside_step.append(request)
+
+    def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """The one place where requests end and give everything back."""
+        if request.is_finished:
+            return
+        if request.status is Status.RUNNING:
+            self._running.remove(request)
+            self._blocks.free(request)
+        else:
+            self._waiting.remove(request)
+        del self._requests[request.request_id]
+        if request.fork_group is not None:
+            request.fork_group.members.remove(request)
+        request.status = Status.FINISHED
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        request.finished_time = time.perf_counter()
+
+    def stop_on_text(self, request: Request, stop: str) -> None:
+        """Ends a request whose text holds a stop string. It wins over a length limit met by the same token."""
+        if request.is_finished and request.finish_reason == "length":
+            request.finish_reason, request.stop_reason = "stop", stop
+        else:
+            self.finish(request, "stop", stop)
+
+    def take_ended(self) -> list[Request]:
+        """Requests that ended outside `update_from_output` since the last call."""
+        ended, self._ended_outside_step = self._ended_outside_step, []
+        return ended
+
+    def change_weights(self, version: int, running: RunningPolicy) -> None:
+        """The weights are new from the next step on. What happens to running requests is the caller's choice:
+        recompute their KV, continue on the old KV, or abort them."""
+        if running == "abort":
+            for request in list(self._running):
+                self.abort(request.request_id)
+        elif running == "recompute":
+            for request in list(self._running):
+                self._preempt(request)
+        self._blocks.set_weight_version(version)
+        for request in self._requests.values():
+            request.block_hashes.clear()
+
+    # ---- the plan --------------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Plans one step; an empty plan means that nothing can run now."""
+        plan: dict[str, ScheduledRequest] = {}
+        budget = self.config.max_num_batched_tokens
+        running = sorted(self._running, key=self._step_order)
+        self._preempted_this_step = False
+        if self.config.prefill_first:
+            decodes = [r for r in running if r.num_remaining_tokens == 1]
+            budget = self._schedule_running(running[len(decodes) :], budget, plan)
+            budget = self._schedule_waiting(budget - len(decodes), plan) + len(decodes)
+            self._schedule_running(decodes, budget, plan)
+        else:
+            budget = self._schedule_running(running, budget, plan)
+            self._schedule_waiting(budget, plan)
+        scheduled = sorted(plan.values(), key=lambda s: (s.num_tokens > 1, s.request.sort_key))
+        width = max((-(-s.end // self._blocks.block_size) for s in scheduled), default=0)
+        tables = self._blocks.block_tables([s.request for s in scheduled], width)
+        return SchedulerOutput(tuple(scheduled), tables, self._blocks.take_copies())
+
+    def _step_order(self, request: Request) -> tuple[bool, tuple[int, int]]:
+        return (request.num_remaining_tokens > 1, request.sort_key)
+
+    def _schedule_running(self, requests: Sequence[Request], budget: int, plan: dict[str, ScheduledRequest]) -> int:
+        """Gives running requests their next tokens; returns the budget that is left."""
+        for request in requests:
+            num_tokens = min(request.num_remaining_tokens, budget, self.config.max_prefill_chunk)
+            if request.status is not Status.RUNNING or num_tokens <= 0:
+                continue  # preempted by an earlier one in this very loop, or no budget left
+            if self._make_room(request, num_tokens, plan):
+                plan[request.request_id] = ScheduledRequest(request, request.num_computed_tokens, num_tokens)
+                budget -= num_tokens
+        return budget
+
+    def _make_room(self, request: Request, num_tokens: int, plan: dict[str, ScheduledRequest]) -> bool:
+        """Allocates for a running request, preempting others as long as it takes, itself at the last."""
+        while not self._blocks.allocate(request, num_tokens):
+            victim = max(self._running, key=lambda r: r.sort_key)
+            if victim is request and len(self._running) == 1:
+                self.finish(request, "length", "kv_cache_capacity")
+                self._ended_outside_step.append(request)
+                return False
+            plan.pop(victim.request_id, None)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._blocks.free(request)
+        self._running.remove(request)
+        request.status = Status.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self._preempted_this_step = True
+        self.counters.num_preemptions += 1
+        self._waiting.push(request)
+
+    def _schedule_waiting(self, budget: int, plan: dict[str, ScheduledRequest]) -> int:
+        """Admits waiting requests in order while sequences, budget and blocks last; returns the budget left."""
+        if self._preempted_this_step:
+            return budget  # taking newcomers in would only preempt again
+        reserve = len(self._running)
+        for request in self._waiting:
+            if budget <= 0 or len(self._running) >= self.config.max_num_seqs:
+                break
+            group = request.fork_group
+            source = group.source() if group else None
+            if group is not None and source is None and group.prefill_under_way():
+                continue  # a sibling is computing this very prompt
+            num_tokens = self._admit(request, source, budget, reserve)
+            if num_tokens == 0:
+                break  # whoever is first in line goes first: no overtaking by smaller requests
+            plan[request.request_id] = ScheduledRequest(request, request.num_computed_tokens, num_tokens)
+            budget -= num_tokens
+        return budget
+
+    def _admit(self, request: Request, source: Request | None, budget: int, reserve: int) -> int:
+        """Starts a waiting request; returns the tokens it computes in this step, 0 if it has to wait.
+
+        It must fit whole, not only with its first chunk, and every running request must be able to grow by a
+        block: otherwise its admission would be paid with a preemption a few steps later.
+        """
+        shared = self._shared_prefix(request, source)
+        known = shared.num_tokens if shared else 0
+        remaining = request.num_tokens - known
+        if not self._blocks.has_room_for(remaining, reserve, shared):
+            return 0
+        num_tokens = min(remaining, budget, self.config.max_prefill_chunk)
+        if not self._blocks.allocate(request, num_tokens, shared):
+            return 0
+        self._waiting.remove(request)
+        self._running.append(request)
+        if request.status is Status.WAITING:
+            request.num_cached_tokens = known
+            request.first_scheduled_time = time.perf_counter()
+            self.counters.prefix_hit_tokens += known
+        request.status = Status.RUNNING
+        request.num_computed_tokens = known
+        return num_tokens
+
+    def _shared_prefix(self, request: Request, source: Request | None) -> SharedPrefix | None:
+        fresh = request.status is Status.WAITING
+        if source is not None and fresh and request.sampling_params.prompt_logprobs is None:
+            forked = self._blocks.fork(source, request.num_prompt_tokens - 1)
+            if forked is not None and forked.num_tokens > 0:
+                return forked
+        return self._blocks.match_prefix(request)
+
+    # ---- the update ------------------------------------------------------------------------------------------
+
+    def update_from_output(self, plan: SchedulerOutput, output: ModelOutput) -> list[Request]:
+        """Takes a finished step in: moves counters, appends tokens, ends requests.
+
+        Returns:
+            the requests that got a token, were ended by it, or failed, in plan order.
+        """
+        changed: list[Request] = []
+        for item in plan.scheduled:
+            request = item.request
+            if request.is_finished:
+                continue  # ended while the step ran: what was computed for it is dropped here
+            if request.request_id in output.errors:
+                request.error = output.errors[request.request_id]
+                self.finish(request, "error")
+                changed.append(request)
+                continue
+            self._collect_prompt_logprobs(request, item, output)
+            request.num_computed_tokens = item.end
+            token = output.sampled.get(request.request_id)
+            if token is not None and token.failed is not None:
+                request.error = token.failed
+                self.finish(request, "error")
+            else:
+                self._blocks.cache_computed_blocks(request)
+                if token is not None:
+                    self._append(request, token)
+                elif item.end == request.num_tokens:  # max_tokens == 0: only the prompt was wanted
+                    self.finish(request, "length", "max_tokens")
+            if token is not None or request.is_finished:
+                changed.append(request)
+        return changed
+
+    def _append(self, request: Request, token: SampledToken) -> None:
+        request.append_token(token.token_id, self._blocks.weight_version)
+        self.counters.generated_tokens += 1
+        if token.logprob is not None:
+            request.logprobs.append(token.logprob)
+        if token.top_logprobs is not None:
+            request.top_logprobs.append(token.top_logprobs)
+        num_outputs = len(request.output_token_ids)
+        if token.token_id in request.stop_token_ids and num_outputs > request.sampling_params.min_tokens:
+            self.finish(request, "stop", token.token_id)
+        elif num_outputs >= request.max_tokens:
+            self.finish(request, "length", "max_model_len" if request.limited_by_model else "max_tokens")
+
+    def _collect_prompt_logprobs(self, request: Request, item: ScheduledRequest, output: ModelOutput) -> None:
+        """Appends the entries of this chunk that are not known yet (a recomputed prompt gives them again)."""
+        entries = output.prompt_logprobs.get(request.request_id)
+        if entries is None:
+            return
+        if not request.prompt_logprobs:
+            request.prompt_logprobs.append(None)
+        # The row at position p predicts the token at p + 1; entry i of this chunk belongs to start + i + 1.
+        known = len(request.prompt_logprobs) - (item.start + 1)
+        request.prompt_logprobs.extend(entries[known:])
+
+
+def make_fork_groups(requests: Sequence[Request]) -> None:
+    """Groups requests of one call whose prompts are equal, so that each prompt is computed once."""
+    groups: dict[tuple[str | None, tuple[int, ...]], ForkGroup] = {}
+    for request in requests:
+        key = (request.sampling_params.cache_salt, tuple(request.prompt_token_ids))
+        group = groups.setdefault(key, ForkGroup())
+        group.members.append(request)
+        request.fork_group = group
