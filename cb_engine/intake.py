@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -96,21 +97,8 @@ class Intake:
         ]
 
     def token_ids_of(self, prompt: Any) -> list[int]:
-        """The prompt as a list of ints; text goes through the attached tokenizer, special tokens and all."""
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise TypeError("a text prompt needs a tokenizer: pass tokenizer= to attach, or give token ids")
-            return [int(i) for i in self._tokenizer(prompt)["input_ids"]]
-        if hasattr(prompt, "tolist"):  # tensors and arrays
-            prompt = prompt.tolist()
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-            raise TypeError(f"a prompt is a list of token ids or a string, not {type(prompt).__name__}")
-        if len(prompt) == 1 and isinstance(prompt[0], Sequence) and not isinstance(prompt[0], str | bytes):
-            prompt = prompt[0]  # a batch of one, as tokenizers return it
-        for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, Integral):
-                raise TypeError(f"a prompt holds token ids, and {token!r} is none")
-        return [int(token) for token in prompt]
+        """See `to_token_ids`."""
+        return to_token_ids(prompt, self._tokenizer)
 
     def _check_prompt(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         if not token_ids:
@@ -145,6 +133,41 @@ class Intake:
                 if ids and ids not in words:
                     words.append(ids)
         return tuple(words)
+
+
+def to_token_ids(prompt: Any, tokenizer: Any | None) -> list[int]:
+    """A prompt as a list of ints.
+
+    Args:
+        prompt: token ids (list, tuple, array or tensor; a batch of one is accepted), or a string, which goes through
+            the tokenizer with its special tokens, as in `tokenizer(text)`.
+
+    Raises:
+        TypeError: the prompt is something else, or text without a tokenizer.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise TypeError("a text prompt needs a tokenizer: pass tokenizer= to attach, or give token ids")
+        return [int(i) for i in tokenizer(prompt)["input_ids"]]
+    if hasattr(prompt, "tolist"):  # tensors and arrays
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise TypeError(f"a prompt is a list of token ids or a string, not {type(prompt).__name__}")
+    if len(prompt) == 1 and isinstance(prompt[0], Sequence) and not isinstance(prompt[0], str | bytes):
+        prompt = prompt[0]  # a batch of one, as tokenizers return it
+    for token in prompt:
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise TypeError(f"a prompt holds token ids, and {token!r} is none")
+    return [int(token) for token in prompt]
+
+
+@contextmanager
+def naming_input(index: int) -> Iterator[None]:
+    """Lets the errors of one input name it."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"inputs[{index}]: {error}") from error
 
 
 def _eos_ids(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:

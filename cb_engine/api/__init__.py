@@ -1,0 +1,1 @@
+"""What users call: `attach`, `generate_batch`, the manager. Everything here talks to an Engine by commands."""

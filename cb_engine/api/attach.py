@@ -1,0 +1,324 @@
+"""`attach(model)`: gives one model instance the batch interface of transformers' `ContinuousMixin`.
+
+Owns what is stored on the model: an `Attachment` and bound methods, all on the instance. The class, the modules, the
+config and the weights stay as they are, and `detach` takes everything away again.
+"""
+
+from __future__ import annotations
+
+import queue
+import types
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from tqdm.auto import tqdm
+
+from cb_engine.api.generation_config import GenerationSettings
+from cb_engine.api.manager import ContinuousBatchingManager, spread_params
+from cb_engine.config import EngineConfig
+from cb_engine.engine import Engine
+from cb_engine.errors import EngineError
+from cb_engine.hints import WorkloadHints, normalize_hints
+from cb_engine.intake import RequestOptions, naming_input, to_token_ids
+from cb_engine.outputs import GenerationOutput
+from cb_engine.request import Request
+from cb_engine.runner.probe import profile_model
+from cb_engine.runner.shadow import make_shadow
+from cb_engine.sampling_params import SamplingParams
+
+Config = EngineConfig | Mapping[str, Any] | object | None
+Hints = WorkloadHints | Mapping[str, Any] | object | None
+
+_ATTRIBUTE = "_cb_engine"
+
+
+@dataclass
+class Attachment:
+    """What `attach` stores on the model. A copy of the model gets a fresh one: engines are not copied."""
+
+    tokenizer: Any | None = None
+    persistent: ContinuousBatchingManager | None = field(default=None, repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        return Attachment(self.tokenizer)
+
+    def __reduce__(self) -> tuple[type[Attachment], tuple[Any]]:
+        return Attachment, (self.tokenizer,)
+
+
+def attach(model: nn.Module, *, tokenizer: Any | None = None) -> nn.Module:
+    """Gives this model instance `generate_batch` and the rest of the continuous-batching interface.
+
+    The model is run once, on four tokens, to learn its attention layers; attaching again replaces the tokenizer.
+
+    Args:
+        model: a transformers causal LM, or a PEFT wrapper of one, its weights where they should be.
+        tokenizer: for text prompts, text outputs and stop strings.
+
+    Returns:
+        the model.
+
+    Raises:
+        UnsupportedModelError: naming the layer or setting that the engine would compute wrongly.
+    """
+    if _ATTRIBUTE in model.__dict__:
+        detach(model)
+    profile_model(model, make_shadow(model))
+    object.__setattr__(model, _ATTRIBUTE, Attachment(tokenizer))
+    for function in _METHODS:
+        object.__setattr__(model, function.__name__, types.MethodType(function, model))
+    return model
+
+
+def detach(model: nn.Module) -> nn.Module:
+    """Undoes `attach`, ending a persistent manager; does nothing to a model that is not attached."""
+    if _ATTRIBUTE not in model.__dict__:
+        return model
+    destroy_cached_continuous_batching_manager(model)
+    for function in _METHODS:
+        object.__delattr__(model, function.__name__)
+    object.__delattr__(model, _ATTRIBUTE)
+    return model
+
+
+def weights_changed(model: nn.Module) -> None:
+    """Tells the model's persistent engine, if there is one, that weights were written in place through `.data`."""
+    persistent = _attachment(model).persistent
+    if persistent is not None:
+        persistent.weights_changed()
+
+
+def _attachment(model: nn.Module) -> Attachment:
+    attachment = model.__dict__.get(_ATTRIBUTE)
+    if not isinstance(attachment, Attachment):
+        raise ValueError(f"this {type(model).__name__} is not attached; call cb_engine.attach(model) first")
+    return attachment
+
+
+# ---- methods of an attached model; `self` is the model -----------------------------------------------------------
+
+
+def init_continuous_batching(
+    self: nn.Module,
+    generation_config: Any | None = None,
+    continuous_batching_config: Config = None,
+    workload_hints: Hints = None,
+) -> ContinuousBatchingManager:
+    """Returns a manager for this model: the persistent one, if there is one and it suits, else a new one.
+
+    Args:
+        generation_config: what requests without SamplingParams follow; by default the model's own.
+        continuous_batching_config: an EngineConfig, transformers' ContinuousBatchingConfig, or a dict.
+        workload_hints: what is known of the work to come; see `WorkloadHints`.
+    """
+    settings = GenerationSettings.of(getattr(self, "generation_config", None), generation_config, {})
+    return _manager(self, settings, continuous_batching_config, workload_hints)
+
+
+def _manager(
+    model: nn.Module, settings: GenerationSettings, config: Config, hints: Hints
+) -> ContinuousBatchingManager:
+    """The persistent manager if it suits, else a new one."""
+    attachment = _attachment(model)
+    if config is None:
+        config = getattr(settings.config, "continuous_batching_config", None)
+    if attachment.persistent is not None:
+        if attachment.persistent.suits(config, hints):
+            return attachment.persistent
+        destroy_cached_continuous_batching_manager(model)
+    engine = Engine(
+        model,
+        tokenizer=attachment.tokenizer,
+        config=config,
+        hints=hints,
+        eos_token_id=settings.eos_token_id,
+    )
+    return ContinuousBatchingManager(engine, settings, config, hints)
+
+
+def destroy_cached_continuous_batching_manager(self: nn.Module) -> None:
+    """Ends the persistent manager, if there is one, and frees its cache."""
+    attachment = _attachment(self)
+    if attachment.persistent is not None:
+        attachment.persistent.destroy()
+        attachment.persistent = None
+
+
+@contextmanager
+def continuous_batching_context_manager(
+    self: nn.Module,
+    generation_config: Any | None = None,
+    block: bool = True,
+    timeout: float | None = None,
+    continuous_batching_config: Config = None,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    workload_hints: Hints = None,
+) -> Generator[ContinuousBatchingManager, None, None]:
+    """A started manager for the duration of the block; work accepted in it is finished at its end.
+
+    Args:
+        block, timeout: how long the end waits for that work.
+        persistent_manager: keep the manager, its cache and compiled code for the next call.
+        warmup: run every padded shape first.
+
+    If the block raises, unfinished work is aborted.
+    """
+    settings = GenerationSettings.of(getattr(self, "generation_config", None), generation_config, {})
+    manager = _manager(self, settings, continuous_batching_config, workload_hints)
+    with _session(self, manager, persistent=persistent_manager, warmup=warmup, block=block, timeout=timeout):
+        yield manager
+
+
+@contextmanager
+def _session(
+    model: nn.Module,
+    manager: ContinuousBatchingManager,
+    *,
+    persistent: bool,
+    warmup: bool,
+    block: bool = True,
+    timeout: float | None = None,
+    progress_bar: bool = False,
+) -> Generator[None, None, None]:
+    """One caller's use of a manager, from `start` to `stop`; the last of several callers stops it."""
+    manager.sync_weights()
+    if warmup:
+        manager.warmup(progress_bar)
+    manager.begin_session()
+    attachment = _attachment(model)
+    if persistent:
+        attachment.persistent = manager
+    keep = attachment.persistent is manager
+    try:
+        yield
+    except BaseException:
+        manager.end_session(block=block, timeout=timeout, keep=keep, hard_stop=True)
+        raise
+    manager.end_session(block=block, timeout=timeout, keep=keep)
+
+
+def generate_batch(
+    self: nn.Module,
+    inputs: Sequence[Any],
+    generation_config: Any | None = None,
+    continuous_batching_config: Config = None,
+    record_timestamps: bool = False,
+    progress_bar: bool = False,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    *,
+    workload_hints: Hints = None,
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    **kwargs: Any,
+) -> dict[str, GenerationOutput]:
+    """Generates for a batch of prompts with continuous batching, with the weights as they are now.
+
+    Args:
+        inputs: prompts as token ids (lists, arrays, tensors), or as strings if a tokenizer is attached.
+        generation_config: as in `generate`; by default the model's own.
+        continuous_batching_config: an EngineConfig, transformers' ContinuousBatchingConfig, or a dict.
+        record_timestamps: record the time of every token.
+        progress_bar: show progress.
+        persistent_manager: keep the engine for the next call.
+        warmup: run every padded shape first (there are none on an uncompiled CPU).
+        workload_hints: override what is read off the inputs.
+        sampling_params: one for all, or one per input; excludes GenerationConfig overrides but max_new_tokens.
+        **kwargs: GenerationConfig overrides.
+
+    Returns:
+        one output per sample, in the order of the inputs; the samples of an input are neighbours.
+
+    Raises:
+        ValueError: an input is not valid (its index is named), before anything ran.
+        TypeError: an argument that neither this function nor GenerationConfig has.
+        EngineError: the engine failed; `.outputs` holds what had finished.
+    """
+    if sampling_params is not None and kwargs.keys() - {"max_new_tokens"}:
+        raise TypeError(f"{sorted(kwargs)} and sampling_params both given; put everything into sampling_params")
+    settings = GenerationSettings.of(getattr(self, "generation_config", None), generation_config, kwargs)
+    if len(inputs) == 0:
+        return {}
+    prompts, params = _prompts_of(self, inputs, settings, sampling_params, kwargs.get("max_new_tokens"))
+    hints = _hints_of(prompts, params) | normalize_hints(workload_hints)
+    manager = _manager(self, settings, continuous_batching_config, hints)
+    options = RequestOptions(eos_token_id=_eos_option(settings), record_timestamps=record_timestamps)
+    requests = manager.make_all(prompts, params, options)
+    with _session(self, manager, persistent=persistent_manager, warmup=warmup, progress_bar=progress_bar):
+        return _collect(manager, requests, progress_bar)
+
+
+def _prompts_of(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    settings: GenerationSettings,
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    max_new_tokens: int | None,
+) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Token ids and SamplingParams of every input."""
+    tokenizer = _attachment(model).tokenizer
+    prompts: list[list[int]] = []
+    params: list[SamplingParams] = []
+    for index, given in enumerate(spread_params(sampling_params, len(inputs))):
+        with naming_input(index):
+            prompts.append(to_token_ids(inputs[index], tokenizer))
+            if given is None:
+                params.append(settings.sampling_params(len(prompts[-1])))
+            else:
+                params.append(given if max_new_tokens is None else given.clone(max_tokens=max_new_tokens))
+    return prompts, params
+
+
+def _hints_of(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> WorkloadHints:
+    """What the inputs tell of the work; an open-ended request leaves the generated length unknown."""
+    limits = [p.max_tokens for p in params]
+    hints: WorkloadHints = {
+        "max_prompt_length": max(len(prompt) for prompt in prompts),
+        "num_requests": sum(p.n for p in params),
+    }
+    if all(limit is not None for limit in limits):
+        hints["max_generated_length"] = max(limit or 0 for limit in limits)
+    return hints
+
+
+def _eos_option(settings: GenerationSettings) -> int | list[int]:
+    return -1 if settings.eos_token_id is None else settings.eos_token_id
+
+
+def _collect(
+    manager: ContinuousBatchingManager, requests: Sequence[Request], progress_bar: bool
+) -> dict[str, GenerationOutput]:
+    """Submits the requests and waits for their terminal outputs."""
+    arrived: queue.SimpleQueue[GenerationOutput] = queue.SimpleQueue()
+    outputs: dict[str, GenerationOutput] = {}
+    manager.submit_requests(requests, arrived.put)
+    try:
+        with tqdm(total=len(requests), disable=not progress_bar, desc="Generating", unit="request") as bar:
+            num_tokens = 0
+            while len(outputs) < len(requests):
+                output = arrived.get()
+                outputs[output.request_id] = output
+                num_tokens += len(output.generated_tokens)
+                bar.set_postfix(tokens=num_tokens, refresh=False)
+                bar.update()
+    except BaseException:
+        for request in requests:
+            manager.cancel_request(request.request_id)
+        raise
+    in_order = {request.request_id: outputs[request.request_id] for request in requests}
+    failure = manager.failure
+    if failure is not None:
+        finished = {i: output for i, output in in_order.items() if output.finish_reason != "error"}
+        raise EngineError(str(failure), finished) from failure
+    return in_order
+
+
+_METHODS = (
+    init_continuous_batching,
+    destroy_cached_continuous_batching_manager,
+    continuous_batching_context_manager,
+    generate_batch,
+)

@@ -1,0 +1,205 @@
+"""The one thread that runs an engine.
+
+Owns that thread, its pauses, its end and its failure. Does not know what a request is to its caller: outputs go to a
+`deliver` function, and other threads reach the engine by commands alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TypeVar
+
+from cb_engine.engine import Call, Command, Engine
+from cb_engine.errors import EngineError, EngineStoppedError
+from cb_engine.outputs import GenerationOutput
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class EngineThread:
+    """Invariant: the engine is touched by its thread alone while that runs and is not parked.
+
+    Args:
+        engine: the engine to run.
+        deliver: takes each step's outputs, on the engine thread.
+        closed: called when the thread ends, with the failure that ended it or None.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        deliver: Callable[[list[GenerationOutput]], None],
+        closed: Callable[[BaseException | None], None],
+    ) -> None:
+        self._engine = engine
+        self._deliver = deliver
+        self._closed = closed
+        self._thread: threading.Thread | None = None
+        self._state = threading.Condition()  # guards all below
+        self._pausers: list[threading.Thread] = []
+        self._parked = False
+        self._stopping = False
+        self._failure: BaseException | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread lives."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine, if it failed."""
+        return self._failure
+
+    def start(self) -> None:
+        """Starts the thread; does nothing if it runs.
+
+        Raises:
+            EngineError, EngineStoppedError: the engine failed before, or was given up.
+        """
+        with self._state:
+            self._raise_failure()
+            if self.is_running:
+                return
+            self._stopping = False
+            self._thread = threading.Thread(target=self._run, name="cb_engine", daemon=True)
+            self._thread.start()
+
+    def stop(self, *, abort: bool) -> None:
+        """Asks the thread to end once the accepted work is done, or aborted; does not wait.
+
+        Raises:
+            RuntimeError: the calling thread holds a pause, which would keep the work from ever being done.
+        """
+        with self._state:
+            if threading.current_thread() in self._pausers:
+                raise RuntimeError("stop() inside pause(): leave the pause first")
+            self._stopping = True
+            if abort:
+                self._engine.abort_all()
+            self._state.notify_all()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Waits for the thread; returns whether it has ended."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+        return not self.is_running
+
+    def give_up(self, reason: BaseException) -> None:
+        """From now on nothing is accepted and nothing starts."""
+        with self._state:
+            self._failure = self._failure or reason
+
+    def submit(self, command: Command) -> None:
+        """Hands a command to the engine; before `start` it waits for it.
+
+        Raises:
+            EngineStoppedError: the thread is stopping or was given up. EngineError: the engine has failed.
+            QueueFullError: see `Engine.submit`.
+        """
+        with self._state:
+            self._raise_failure()
+            if self._stopping:
+                raise EngineStoppedError("the manager is stopping or has stopped; call start() to use it again")
+            self._engine.submit(command)
+            self._state.notify_all()
+
+    def submit_now(self, command: Command) -> None:
+        """The same for commands that a stopping engine still has to follow, an abort for example."""
+        with self._state:
+            self._engine.submit(command)
+            self._state.notify_all()
+
+    def call(self, action: Callable[[], T]) -> T:
+        """Runs `action` at a step's edge and returns its result; other requests wait for it as for a step."""
+        with self._state:
+            self._raise_failure()
+            if not self.is_running or (self._parked and threading.current_thread() in self._pausers):
+                return action()
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(action())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.submit_now(Call(run))
+        return future.result()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Holds the engine at a step's edge for the duration of the block; several holders may overlap.
+
+        Raises:
+            RuntimeError: no thread runs. EngineError: the engine has failed.
+        """
+        with self._state:
+            self._raise_failure()
+            if not self.is_running:
+                raise RuntimeError("pause() needs a running manager; call start() first")
+            self._pausers.append(threading.current_thread())
+            self._state.notify_all()
+            self._state.wait_for(lambda: self._parked or not self.is_running)
+        try:
+            self._raise_failure()
+            yield
+        finally:
+            with self._state:
+                self._pausers.remove(threading.current_thread())
+                self._state.notify_all()
+
+    # ---- on the engine thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            while self._wait_for_turn():
+                self._deliver(self._engine.step())
+        except BaseException as error:
+            logger.exception("the engine failed")
+            failure = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
+            failure.__cause__ = failure.__cause__ or error
+        with self._state:
+            self._failure = self._failure or failure
+            self._stopping = True
+            self._parked = False
+        if failure is not None:
+            self._deliver_failure(str(failure))
+        self._closed(failure)
+        with self._state:
+            self._state.notify_all()
+
+    def _wait_for_turn(self) -> bool:
+        """Parks while paused and sleeps while idle; returns False when it is time to end."""
+        with self._state:
+            while True:
+                if self._pausers:
+                    self._parked = True
+                    self._state.notify_all()
+                    self._state.wait()
+                    continue
+                self._parked = False
+                if self._engine.has_work:
+                    return True
+                if self._stopping:
+                    return False
+                self._state.wait()
+
+    def _deliver_failure(self, message: str) -> None:
+        try:
+            self._deliver(self._engine.fail_all(message))
+        except Exception:  # a broken engine may be unable even to do that; the mailbox ends what is open
+            logger.exception("the failed engine could not end its requests")
+
+    def _raise_failure(self) -> None:
+        if isinstance(self._failure, EngineStoppedError):
+            raise self._failure
+        if self._failure is not None:
+            raise EngineError(str(self._failure)) from self._failure

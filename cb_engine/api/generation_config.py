@@ -1,0 +1,136 @@
+"""transformers' GenerationConfig in our words. The one place where its names are known.
+
+Owns the translation into SamplingParams. A field that asks for something this engine does not do is refused with
+its name: transformers' own continuous batching drops or mis-feeds such fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import GenerationConfig
+
+from cb_engine.sampling_params import SamplingParams
+
+# Fields that are translated below, or read by the manager.
+_TRANSLATED = frozenset(
+    {"max_length", "max_new_tokens", "min_length", "min_new_tokens", "stop_strings", "do_sample", "temperature"}
+    | {"top_k", "top_p", "min_p", "repetition_penalty", "bad_words_ids", "suppress_tokens", "sequence_bias"}
+    | {"num_return_sequences", "eos_token_id", "output_scores"}
+)
+# Fields that change nothing in what is generated here.
+_MOOT = frozenset(
+    {"use_cache", "cache_implementation", "cache_config", "max_cache_len", "renormalize_logits", "pad_token_id"}
+    | {"bos_token_id", "return_dict_in_generate", "compile_config", "disable_compile", "continuous_batching_config"}
+    | {"low_memory", "_from_model_config", "transformers_version", "is_assistant", "prefill_chunk_size"}
+    | {"early_stopping", "length_penalty", "remove_invalid_values", "decoder_start_token_id"}
+    | {"num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"}
+    | {"max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind"}
+)
+# Values at which any other field asks for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "diversity_penalty": (0.0,),
+    "guidance_scale": (1.0, 1),
+    "assistant_early_exit": (0,),
+}
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """A GenerationConfig, checked: what the manager needs of it."""
+
+    config: GenerationConfig
+
+    @classmethod
+    def of(
+        cls, model_config: GenerationConfig | None, given: GenerationConfig | None, overrides: Mapping[str, Any]
+    ) -> GenerationSettings:
+        """Takes the given config, else the model's, with the overrides on top; the originals stay as they are.
+
+        Raises:
+            TypeError: an override that GenerationConfig does not have.
+            ValueError: a setting that this engine does not do.
+        """
+        base = given if given is not None else model_config
+        config = GenerationConfig() if base is None else GenerationConfig.from_dict(base.to_dict())
+        for name, value in overrides.items():
+            if name.startswith("_") or not hasattr(config, name):
+                raise TypeError(f"unexpected argument {name!r}: neither generate_batch nor GenerationConfig has it")
+            setattr(config, name, value)
+        if given is not None and model_config is not None and config.eos_token_id is None:
+            config.eos_token_id = model_config.eos_token_id
+        _refuse_unsupported(config)
+        return cls(config)
+
+    @property
+    def eos_token_id(self) -> int | list[int] | None:
+        """EOS ids; -1 for none."""
+        return self.config.eos_token_id  # type: ignore[no-any-return]
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The announced number of new tokens, if there is one."""
+        return self.config.max_new_tokens  # type: ignore[no-any-return]
+
+    def sampling_params(self, prompt_length: int, **changes: Any) -> SamplingParams:
+        """The settings for one prompt. `max_length` and `min_length` count the prompt.
+
+        Unset means off, as in transformers' continuous batching (its `generate` would default top_k to 50).
+
+        Raises:
+            ValueError: a value out of range.
+        """
+        c = self.config
+        max_tokens = c.max_new_tokens
+        if max_tokens is None and c.max_length is not None:
+            max_tokens = max(0, c.max_length - prompt_length)
+        min_tokens = c.min_new_tokens
+        if min_tokens is None and c.min_length:
+            min_tokens = max(0, c.min_length - prompt_length)
+        bad_words = [list(ids) for ids in c.bad_words_ids or ()] + [[t] for t in c.suppress_tokens or ()]
+        fields: dict[str, Any] = {
+            "n": c.num_return_sequences,
+            "temperature": (1.0 if c.temperature is None else c.temperature) if c.do_sample else 0.0,
+            "top_k": c.top_k if c.do_sample else None,
+            "top_p": c.top_p if c.do_sample else None,
+            "min_p": c.min_p if c.do_sample else None,
+            "repetition_penalty": c.repetition_penalty,
+            "max_tokens": max_tokens,
+            "min_tokens": min_tokens,
+            "stop": c.stop_strings,
+            "bad_words": bad_words or None,
+            "logit_bias": _bias(c.sequence_bias),
+            "logprobs": 0 if c.output_scores else None,
+        }
+        return SamplingParams(**{k: v for k, v in (fields | changes).items() if v is not None})
+
+
+def _refuse_unsupported(config: GenerationConfig) -> None:
+    for name, value in config.to_dict().items():
+        if value is None or value is False or name in _TRANSLATED or name in _MOOT:
+            continue
+        if value not in _NEUTRAL.get(name, ()):
+            raise ValueError(f"generation config: {name}={value!r} is not supported by cb_engine; leave it unset")
+
+
+def _bias(sequence_bias: Any) -> dict[int, float] | None:
+    """transformers' sequence_bias, for sequences of one token."""
+    if not sequence_bias:
+        return None
+    pairs = sequence_bias.items() if isinstance(sequence_bias, Mapping) else sequence_bias
+    bias: dict[int, float] = {}
+    for sequence, value in pairs:
+        if len(sequence) != 1:
+            raise ValueError(f"sequence_bias for {sequence!r}: only sequences of one token are supported")
+        bias[int(sequence[0])] = float(value)
+    return bias

@@ -1,0 +1,368 @@
+// The operator `cb_engine::paged_attention`: checks its tensors, cuts the step into units of work, and has torch's
+// thread pool run them through the kernels of the best instruction set this CPU has.
+//
+// Owns: argument checks, work splitting, choice of instruction set. Does not know: arithmetic (kernels.h).
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "kernel_api.h"
+
+namespace cb_engine {
+
+// Weak: a compiler too old for an instruction set leaves its file out, and the entry is null.
+extern "C" {
+__attribute__((weak)) const KernelSet* cb_engine_kernels_portable();
+__attribute__((weak)) const KernelSet* cb_engine_kernels_avx2();
+__attribute__((weak)) const KernelSet* cb_engine_kernels_avx512();
+__attribute__((weak)) const KernelSet* cb_engine_kernels_avx512_bf16();
+}
+
+namespace {
+
+// ------------------------------------------------------------------------------------------ instruction sets
+
+enum Isa : int64_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kNumIsas = 4 };
+
+bool cpu_supports(int64_t isa) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  switch (isa) {
+    case kAvx2: return avx2;
+    case kAvx512: return avx512;
+    case kAvx512Bf16: return avx512 && __builtin_cpu_supports("avx512bf16");
+    default: return isa == kPortable;
+  }
+#else
+  return isa == kPortable;
+#endif
+}
+
+const KernelSet* kernel_set(int64_t isa) {
+  if (!cpu_supports(isa)) return nullptr;
+  switch (isa) {
+    case kPortable: return cb_engine_kernels_portable ? cb_engine_kernels_portable() : nullptr;
+    case kAvx2: return cb_engine_kernels_avx2 ? cb_engine_kernels_avx2() : nullptr;
+    case kAvx512: return cb_engine_kernels_avx512 ? cb_engine_kernels_avx512() : nullptr;
+    case kAvx512Bf16: return cb_engine_kernels_avx512_bf16 ? cb_engine_kernels_avx512_bf16() : nullptr;
+    default: return nullptr;
+  }
+}
+
+int64_t best_isa() {
+  for (int64_t isa = kNumIsas - 1; isa > kPortable; --isa) {
+    if (kernel_set(isa) != nullptr) return isa;
+  }
+  return kPortable;
+}
+
+std::atomic<int64_t>& current_isa() {
+  static std::atomic<int64_t> isa{best_isa()};
+  return isa;
+}
+
+std::vector<int64_t> supported_isas() {
+  std::vector<int64_t> isas;
+  for (int64_t isa = kPortable; isa < kNumIsas; ++isa) {
+    if (kernel_set(isa) != nullptr) isas.push_back(isa);
+  }
+  return isas;
+}
+
+// For the parity tests: all sets share one cache layout, so they may be switched at any time between calls.
+int64_t set_isa(int64_t isa) {
+  TORCH_CHECK_VALUE(kernel_set(isa) != nullptr, "instruction set ", isa, " is not available here; see supported_isas()");
+  return current_isa().exchange(isa);
+}
+
+const Kernels& kernels_for(at::ScalarType dtype) {
+  const KernelSet* set = kernel_set(current_isa().load());
+  TORCH_CHECK(set != nullptr, "cb_engine was built without kernels for this CPU");
+  switch (dtype) {
+    case at::kFloat: return set->float32;
+    case at::kBFloat16: return set->bfloat16;
+    case at::kHalf: return set->float16;
+    default: TORCH_CHECK_TYPE(false, "paged_attention takes float32, bfloat16 and float16, not ", dtype);
+  }
+}
+
+// ------------------------------------------------------------------------------------------ arguments
+
+void check_packed(const at::Tensor& x, const char* name, const at::Tensor& like) {
+  TORCH_CHECK_VALUE(x.dim() == 3 && x.device().is_cpu() && x.scalar_type() == like.scalar_type(), name,
+                    " must be a 3-d CPU tensor of the query's dtype");
+  TORCH_CHECK_VALUE(x.size(0) == like.size(0) && x.size(2) == like.size(2), name, " must be [",
+                    like.size(0), ", *, ", like.size(2), "], got ", x.sizes());
+  TORCH_CHECK_VALUE(x.size(2) == 1 || x.stride(2) == 1, name, " must be contiguous along its last axis");
+}
+
+void check_index(const at::Tensor& x, const char* name, at::ScalarType dtype, int64_t dim) {
+  TORCH_CHECK_VALUE(x.dim() == dim && x.device().is_cpu() && x.scalar_type() == dtype, name, " must be a ", dim,
+                    "-d CPU tensor of ", dtype);
+  TORCH_CHECK_VALUE(x.numel() == 0 || x.size(-1) <= 1 || x.stride(-1) == 1, name,
+                    " must be contiguous along its last axis");
+}
+
+// Fills in the Job from the tensors. See kernel_api.h for the cache layouts.
+Job make_job(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& k_cache,
+             const at::Tensor& v_cache, const at::Tensor& slot_mapping, const at::Tensor& block_table,
+             const at::Tensor& output, int64_t pair) {
+  const int64_t head_dim = query.size(2), heads = query.size(1), kv_heads = key.size(1);
+  TORCH_CHECK_VALUE(kv_heads > 0 && heads % kv_heads == 0, "num_heads ", heads, " is no multiple of num_kv_heads ",
+                    kv_heads);
+  TORCH_CHECK_VALUE(value.size(1) == kv_heads, "key and value differ in their number of heads");
+  TORCH_CHECK_VALUE(slot_mapping.size(0) == query.size(0), "slot_mapping needs one slot per token");
+  const int64_t key_pairs = (head_dim + pair - 1) / pair, value_dim = (head_dim + kLanes - 1) / kLanes * kLanes;
+  TORCH_CHECK_VALUE(
+      k_cache.dim() == 6 && k_cache.size(1) == kv_heads && k_cache.size(3) == key_pairs && k_cache.size(5) == pair &&
+          k_cache.scalar_type() == query.scalar_type() && k_cache.device().is_cpu() && k_cache.is_contiguous(),
+      "k_cache does not fit the query; allocate it with NativeBackend.allocate, got ", k_cache.sizes());
+  const int64_t block_size = k_cache.size(2) * k_cache.size(4);
+  TORCH_CHECK_VALUE(v_cache.dim() == 5 && v_cache.size(0) == k_cache.size(0) && v_cache.size(1) == kv_heads &&
+                        v_cache.size(2) == (block_size + pair - 1) / pair && v_cache.size(3) == value_dim &&
+                        v_cache.size(4) == pair && v_cache.scalar_type() == query.scalar_type() &&
+                        v_cache.device().is_cpu() && v_cache.is_contiguous(),
+                    "v_cache does not fit k_cache; allocate it with NativeBackend.allocate, got ", v_cache.sizes());
+  Job job{};
+  job.query = query.const_data_ptr();
+  job.key = key.const_data_ptr();
+  job.value = value.const_data_ptr();
+  job.output = output.mutable_data_ptr();
+  job.k_cache = k_cache.mutable_data_ptr();
+  job.v_cache = v_cache.mutable_data_ptr();
+  job.slot_mapping = slot_mapping.const_data_ptr<int64_t>();
+  job.block_table = block_table.const_data_ptr<int32_t>();
+  for (int i = 0; i < 2; ++i) {
+    job.query_stride[i] = query.stride(i);
+    job.key_stride[i] = key.stride(i);
+    job.value_stride[i] = value.stride(i);
+  }
+  job.k_block_stride = k_cache.stride(0);
+  job.k_head_stride = k_cache.stride(1);
+  job.v_block_stride = v_cache.stride(0);
+  job.v_head_stride = v_cache.stride(1);
+  job.table_stride = block_table.stride(0);
+  job.num_blocks = k_cache.size(0);
+  job.block_size = block_size;
+  job.num_heads = static_cast<int32_t>(heads);
+  job.num_kv_heads = static_cast<int32_t>(kv_heads);
+  job.head_dim = static_cast<int32_t>(head_dim);
+  return job;
+}
+
+// ------------------------------------------------------------------------------------------ cutting the work
+
+constexpr int64_t kRowsPerUnit = 96;  // keeps a unit's queries and accumulators in L1 and L2
+constexpr int64_t kUnitsPerThread = 4;
+
+struct Plan {
+  std::vector<Unit> units;   // run in any order by any thread
+  std::vector<Unit> merges;  // split units: `partial` is the first of their partial states
+  std::vector<int64_t> merge_counts;
+  std::unique_ptr<float[]> partials;
+};
+
+int64_t num_pieces(const Unit& unit) {
+  return unit.key_begin < unit.key_end ? (unit.key_end - 1) / kPiece - unit.key_begin / kPiece + 1 : 0;
+}
+
+void zero_rows(const at::Tensor& output, int64_t begin, int64_t end) {
+  const int64_t row = output.stride(0) * output.element_size();
+  if (begin < end) memset(static_cast<char*>(output.mutable_data_ptr()) + begin * row, 0, (end - begin) * row);
+}
+
+// One unit per (request, kv head, run of query tokens), long contexts first; rows of padding are zeroed at once.
+void make_units(const Job& job, const at::Tensor& query_start_loc, const at::Tensor& seq_lens, int64_t table_width,
+                const at::Tensor& output, std::vector<Unit>& units) {
+  const int32_t* starts = query_start_loc.const_data_ptr<int32_t>();
+  const int32_t* lens = seq_lens.const_data_ptr<int32_t>();
+  const int64_t num_requests = seq_lens.size(0), num_tokens = output.size(0);
+  std::vector<int32_t> order;
+  order.reserve(num_requests);
+  TORCH_CHECK_VALUE(starts[0] == 0, "query_start_loc must start with 0");
+  for (int64_t i = 0; i < num_requests; ++i) {
+    TORCH_CHECK_VALUE(starts[i] <= starts[i + 1] && starts[i + 1] <= num_tokens,
+                      "query_start_loc must not decrease nor exceed the ", num_tokens, " tokens of the query");
+    TORCH_CHECK_VALUE(lens[i] <= table_width * job.block_size, "request ", i, " has ", lens[i],
+                      " tokens, more than its ", table_width, " blocks hold");
+    if (lens[i] > 0 && starts[i] < starts[i + 1]) {
+      order.push_back(static_cast<int32_t>(i));
+    } else {
+      zero_rows(output, starts[i], starts[i + 1]);
+    }
+  }
+  zero_rows(output, starts[num_requests], num_tokens);
+  std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return lens[a] != lens[b] ? lens[a] > lens[b] : a < b; });
+
+  for (const int32_t request : order) {
+    const int64_t first = starts[request], past = lens[request] - (starts[request + 1] - first);
+    for (int64_t end = starts[request + 1]; end > first;) {
+      const int64_t begin = first + (end - first - 1) / job.max_unit_tokens * job.max_unit_tokens;
+      const int64_t first_position = past + begin - first, last_position = past + end - 1 - first;
+      const int64_t key_begin = job.window > 0 ? std::max<int64_t>(0, first_position - job.window + 1) : 0;
+      for (int32_t head = 0; head < job.num_kv_heads; ++head) {
+        units.push_back({request, head, begin, static_cast<int32_t>(end - begin), first_position, key_begin,
+                         std::max(key_begin, last_position + 1), nullptr});
+      }
+      end = begin;
+    }
+  }
+}
+
+// Cuts units whose length would leave threads idle into pieces of the keys. Results do not depend on whether one is
+// cut (kernels.h, "the same bits"), so this may follow the number of threads.
+void split_units(const Job& job, const Kernels& kernels, int64_t threads, Plan& plan) {
+  const auto cost = [](const Unit& u) { return u.num_tokens * (u.key_end - u.key_begin); };
+  int64_t total = 0;
+  for (const Unit& unit : plan.units) total += cost(unit);
+  const int64_t limit = threads > 1 ? total / (threads * kUnitsPerThread) : total;
+  const auto splits = [&](const Unit& u) { return cost(u) > limit && num_pieces(u) > 1; };
+
+  int64_t floats = 0;
+  for (const Unit& unit : plan.units) {
+    if (splits(unit)) floats += num_pieces(unit) * kernels.partial_floats(job, unit.num_tokens);
+  }
+  if (floats == 0) return;
+  plan.partials.reset(new float[floats]);
+  float* partial = plan.partials.get();
+  std::vector<Unit> units;
+  units.reserve(2 * plan.units.size());
+  for (const Unit& unit : plan.units) {
+    if (!splits(unit)) {
+      units.push_back(unit);
+      continue;
+    }
+    const int64_t pieces = num_pieces(unit), size = kernels.partial_floats(job, unit.num_tokens);
+    plan.merges.push_back(unit);
+    plan.merges.back().partial = partial;
+    plan.merge_counts.push_back(pieces);
+    for (int64_t i = unit.key_begin / kPiece; i <= (unit.key_end - 1) / kPiece; ++i, partial += size) {
+      Unit piece = unit;
+      piece.key_begin = std::max(unit.key_begin, i * kPiece);
+      piece.key_end = std::min(unit.key_end, (i + 1) * kPiece);
+      piece.partial = partial;
+      units.push_back(piece);
+    }
+  }
+  plan.units = std::move(units);
+}
+
+// ------------------------------------------------------------------------------------------ running
+
+// Scratch memory of a thread, grown and kept: a step calls this operator once a layer.
+char* thread_scratch(int64_t bytes) {
+  struct Free {
+    void operator()(char* p) const { std::free(p); }
+  };
+  thread_local std::unique_ptr<char, Free> memory;
+  thread_local int64_t size = 0;
+  if (size < bytes) {
+    size = (bytes + 4095) / 4096 * 4096;
+    memory.reset(static_cast<char*>(std::aligned_alloc(64, size)));
+    TORCH_CHECK(memory != nullptr, "out of memory for ", size, " bytes of attention scratch");
+  }
+  return memory.get();
+}
+
+bool write_cache(const Job& job, const Kernels& kernels, int64_t num_tokens) {
+  std::atomic<bool> valid{true};
+  const int64_t grain = std::max<int64_t>(1, 256 / job.num_kv_heads);  // less is not worth waking a thread
+  at::parallel_for(0, num_tokens, grain, [&](int64_t begin, int64_t end) {
+    if (!kernels.write(job, begin, end)) valid = false;
+  });
+  return valid;
+}
+
+bool run_units(const Job& job, const Kernels& kernels, const Plan& plan, int64_t threads) {
+  const int64_t count = static_cast<int64_t>(plan.units.size());
+  const int64_t scratch = kernels.scratch_bytes(job);
+  std::atomic<int64_t> taken{0};
+  std::atomic<bool> valid{true};
+  at::parallel_for(0, std::min(threads, count), 1, [&](int64_t, int64_t) {
+    char* memory = thread_scratch(scratch);
+    // A thread knows its next unit while it works on one, and prefetches its first keys.
+    int64_t now = taken.fetch_add(1);
+    while (now < count) {
+      const int64_t then = taken.fetch_add(1);
+      if (!kernels.attend(job, plan.units[now], then < count ? &plan.units[then] : nullptr, memory)) valid = false;
+      now = then;
+    }
+  });
+  // A merge is some microseconds: one request's are not worth a second round of waking threads.
+  at::parallel_for(0, static_cast<int64_t>(plan.merges.size()), 8, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      kernels.merge(job, plan.merges[i], plan.merges[i].partial, plan.merge_counts[i]);
+    }
+  });
+  return valid;
+}
+
+at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                           const at::Tensor& k_cache, const at::Tensor& v_cache, const at::Tensor& slot_mapping,
+                           const at::Tensor& block_table, const at::Tensor& query_start_loc,
+                           const at::Tensor& seq_lens, double scale, int64_t window, double softcap,
+                           const std::optional<at::Tensor>& sinks) {
+  const Kernels& kernels = kernels_for(query.scalar_type());
+  check_packed(query, "query", query);
+  check_packed(key, "key", query);
+  check_packed(value, "value", query);
+  check_index(slot_mapping, "slot_mapping", at::kLong, 1);
+  check_index(block_table, "block_table", at::kInt, 2);
+  check_index(query_start_loc, "query_start_loc", at::kInt, 1);
+  check_index(seq_lens, "seq_lens", at::kInt, 1);
+  TORCH_CHECK_VALUE(query_start_loc.size(0) == seq_lens.size(0) + 1 && block_table.size(0) == seq_lens.size(0),
+                    "block_table and query_start_loc must have one row and one row more than seq_lens");
+
+  const at::Tensor output = at::empty(query.sizes(), query.options().memory_format(at::MemoryFormat::Contiguous));
+  if (output.numel() == 0) return output;
+  Job job = make_job(query, key, value, k_cache, v_cache, slot_mapping, block_table, output, kernels.pair);
+  at::Tensor sink_logits;
+  if (sinks.has_value()) {
+    sink_logits = sinks->to(at::kFloat).contiguous();
+    TORCH_CHECK_VALUE(sink_logits.dim() == 1 && sink_logits.size(0) == job.num_heads, "sinks must be [num_heads]");
+    job.sinks = sink_logits.const_data_ptr<float>();
+  }
+  job.scale = static_cast<float>(scale);
+  job.softcap = static_cast<float>(softcap);
+  job.window = std::max<int64_t>(0, window);
+  const int64_t group = job.num_heads / job.num_kv_heads;
+  job.max_unit_tokens = static_cast<int32_t>(std::max<int64_t>(1, kRowsPerUnit / group));
+
+  const int64_t threads = at::get_num_threads();
+  Plan plan;
+  make_units(job, query_start_loc, seq_lens, block_table.size(1), output, plan.units);
+  split_units(job, kernels, threads, plan);
+  const bool slots_valid = write_cache(job, kernels, query.size(0));
+  const bool blocks_valid = run_units(job, kernels, plan, threads);
+  TORCH_CHECK_INDEX(slots_valid, "slot_mapping points outside the cache of ", job.num_blocks, " blocks");
+  TORCH_CHECK_INDEX(blocks_valid, "block_table points outside the cache of ", job.num_blocks, " blocks");
+  return output;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(cb_engine, m) {
+  m.def(
+      "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+      "Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, float scale, int window, "
+      "float softcap, Tensor? sinks) -> Tensor");
+  m.def("supported_isas() -> int[]", &supported_isas);
+  m.def("set_isa(int isa) -> int", &set_isa);
+}
+
+TORCH_LIBRARY_IMPL(cb_engine, CPU, m) { m.impl("paged_attention", &paged_attention); }
+
+}  // namespace cb_engine

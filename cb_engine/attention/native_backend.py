@@ -1,0 +1,115 @@
+"""`NativeBackend`: the C++ kernel for CPUs behind the `AttentionBackend` interface.
+
+Owns: the cache layout that the kernel reads, and the memory behind it. Does not know: models, requests, schedulers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+
+import torch
+
+from cb_engine.attention.backend import AttentionBackend, AttentionMetadata, KVCache, KVSpec
+from cb_engine.attention.native import build
+
+_LANES = 16  # kLanes of kernel_api.h
+_HUGE_PAGE = 2 * 1024 * 1024
+_MADV_HUGEPAGE = 14
+
+
+class NativeBackend(AttentionBackend):
+    """Paged attention on the CPU. float32, bfloat16 and float16; any head size, block size and grouping of heads.
+
+    A row's result does not depend on the batch, the chunk or the number of threads it was computed with.
+    """
+
+    name = "native"
+    preferred_block_size = 32
+
+    def __init__(self) -> None:
+        if not self.is_available():
+            raise RuntimeError("the native attention kernel could not be built; see the warning, or use another backend")
+
+    @staticmethod
+    def is_available() -> bool:
+        """Whether the kernel is built or could be built now; warns once with the reason if not."""
+        return build.load()
+
+    def allocate(self, spec: KVSpec, num_blocks: int, device: torch.device) -> KVCache:
+        """Allocates in the layouts of kernel_api.h: K by groups of 16 tokens, V by pairs of tokens in bfloat16."""
+        if device.type != "cpu":
+            raise ValueError(f"the native backend runs on the CPU, not on {device}")
+        pair = 2 if spec.dtype == torch.bfloat16 else 1
+        wide = _LANES if spec.block_size % _LANES == 0 else spec.block_size
+        heads = (num_blocks, spec.num_kv_heads)
+        k_shape = (*heads, spec.block_size // wide, -(-spec.head_dim // pair), wide, pair)
+        v_shape = (*heads, -(-spec.block_size // pair), -(-spec.head_dim // _LANES) * _LANES, pair)
+        return KVCache(k=_zeros(k_shape, spec.dtype), v=_zeros(v_shape, spec.dtype))
+
+    def plan(
+        self,
+        *,
+        slot_mapping: torch.Tensor,
+        block_table: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> AttentionMetadata:
+        """Takes the tensors as they are: the kernel reads them directly."""
+        return AttentionMetadata(
+            slot_mapping=slot_mapping,
+            block_table=block_table,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: KVCache,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.run`."""
+        output: torch.Tensor = torch.ops.cb_engine.paged_attention(
+            query,
+            key,
+            value,
+            cache.k,
+            cache.v,
+            metadata.slot_mapping,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            scale,
+            window or 0,
+            softcap or 0.0,
+            sinks,
+        )
+        return output
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on huge pages where the system has them: blocks lie scattered, and small pages cost a look-up each."""
+    count = math.prod(shape)
+    if sys.platform != "linux" or count * dtype.itemsize < 2 * _HUGE_PAGE:
+        return torch.zeros(shape, dtype=dtype)
+    spare = _HUGE_PAGE // dtype.itemsize
+    raw = torch.empty(count + spare, dtype=dtype)  # not touched yet, so its pages do not exist
+    skip = -raw.data_ptr() % _HUGE_PAGE // dtype.itemsize
+    tensor = raw[skip : skip + count]
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    advise(tensor.data_ptr(), count * dtype.itemsize, _MADV_HUGEPAGE)  # advice: a refusal changes nothing
+    return tensor.zero_().view(shape)

@@ -1,0 +1,130 @@
+"""Repetition, presence and frequency penalties.
+
+Owns: how often each token occurred in each request, brought up to date by the tokens that are new.
+Does not know: the order in which logits are edited, or anything of a request but its tokens and its
+penalties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cb_engine.sampling.state import SamplingState
+
+# How many of the last tokens counted are compared with the output before the count is trusted. Speculation
+# takes back a few tokens at most; a request whose output shrank or differs here is counted anew.
+_GUARD = 32
+
+
+class TokenCounts:
+    """Which tokens a request has, and how often its output has each. A token keeps the slot it is given."""
+
+    def __init__(self, state: SamplingState, vocab_size: int) -> None:
+        # Only a repetition penalty looks at the prompt.
+        prompt = state.prompt_token_ids if state.params.repetition_penalty != 1.0 else ()
+        unique = np.unique(np.asarray(prompt, dtype=np.int64))
+        # A prompt may hold ids beyond the logits (placeholders of images); they cannot be generated, nor
+        # penalised.
+        unique = unique[unique < vocab_size]
+        self._vocab_size = vocab_size
+        self._slots = {token_id: slot for slot, token_id in enumerate(unique.tolist())}
+        self._tokens = unique
+        self._counts = np.zeros(len(unique), dtype=np.int64)
+        self._size = len(unique)
+        self._seen = 0
+        self._guard: list[int] = []
+
+    def follows(self, output: Sequence[int]) -> bool:
+        """Whether `output` begins with the tokens counted so far."""
+        start = self._seen - len(self._guard)
+        return len(output) >= self._seen and list(output[start : self._seen]) == self._guard
+
+    def extend(self, output: Sequence[int]) -> None:
+        """Count the tokens of `output` that are new."""
+        new = list(output[self._seen :])
+        if not new:
+            return
+        for token_id in new:
+            if token_id >= self._vocab_size:
+                continue
+            slot = self._slots.setdefault(token_id, self._size)
+            if slot == self._size:
+                self._append(token_id)
+            self._counts[slot] += 1
+        self._seen += len(new)
+        self._guard = (self._guard + new)[-_GUARD:]
+
+    def _append(self, token_id: int) -> None:
+        if self._size == len(self._tokens):
+            room = max(64, self._size)  # doubling, so that a token costs the same however many there are
+            self._tokens = np.concatenate([self._tokens, np.zeros(room, dtype=np.int64)])
+            self._counts = np.concatenate([self._counts, np.zeros(room, dtype=np.int64)])
+        self._tokens[self._size] = token_id
+        self._size += 1
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """The tokens of the request, each once, in no order."""
+        return self._tokens[: self._size]
+
+    @property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """How often the output has each of `tokens`."""
+        return self._counts[: self._size]
+
+
+class Penalties:
+    """Applies the penalties of the requests that have any; forgets a request's counts when its state dies."""
+
+    def __init__(self) -> None:
+        self._counts: WeakKeyDictionary[SamplingState, TokenCounts] = WeakKeyDictionary()
+
+    def apply(self, scores: Tensor, rows: Sequence[int], states: Sequence[SamplingState]) -> None:
+        """Penalise, in place, what the requests have said before.
+
+        A repetition penalty divides positive logits and multiplies negative ones, once per token; then
+        frequency times the count, and presence, are subtracted.
+
+        Args:
+            scores: `[R, V]` fp32, contiguous.
+            rows: the rows that have penalties.
+            states: the states of those rows, in their order.
+        """
+        vocab_size = scores.shape[1]
+        tables = [self._table(state, vocab_size) for state in states]
+        sizes = [len(table.tokens) for table in tables]
+        if not any(sizes):
+            return
+
+        def spread(values: Sequence[float]) -> npt.NDArray[np.float64]:
+            return np.repeat(np.asarray(values, dtype=np.float64), sizes)
+
+        counts = np.concatenate([table.counts for table in tables])
+        presence = spread([state.params.presence_penalty for state in states])
+        frequency = spread([state.params.frequency_penalty for state in states])
+        where = np.concatenate(
+            [table.tokens + row * vocab_size for row, table in zip(rows, tables, strict=True)]
+        )
+        index = torch.from_numpy(where).to(scores.device)
+        factor = torch.from_numpy(
+            spread([state.params.repetition_penalty for state in states]).astype(np.float32)
+        )
+        amount = torch.from_numpy((frequency * counts + presence * (counts > 0)).astype(np.float32))
+        factor, amount = factor.to(scores.device), amount.to(scores.device)
+
+        flat = scores.view(-1)
+        before = flat.index_select(0, index)
+        flat.index_copy_(0, index, torch.where(before < 0, before * factor, before / factor) - amount)
+
+    def _table(self, state: SamplingState, vocab_size: int) -> TokenCounts:
+        table = self._counts.get(state)
+        if table is None or not table.follows(state.output_token_ids):
+            table = self._counts[state] = TokenCounts(state, vocab_size)
+        table.extend(state.output_token_ids)
+        return table

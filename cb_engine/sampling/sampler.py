@@ -1,0 +1,233 @@
+"""Where a token is sampled.
+
+Owns: the order of operations, and the cache of the batch's plan. For each row, from its logits in fp32:
+
+    1. raw log-probabilities, if asked for, come from the logits as they are
+    2. logit_bias is added                                                  edits.py
+    3. repetition penalty (prompt and output), then frequency and presence (output)
+    4. masks: allowed_token_ids, bad words, and what would end the output before min_tokens
+    5. greedy: the best token                                               blocks.py
+       else: temperature, then the cuts top_k, top_p, min_p                 truncation.py
+             and a draw with one uniform number per (seed, position)        randomness.py, blocks.py
+    6. processed log-probabilities, if asked for, are those of what 5 chose from   logprobs.py
+
+This is vLLM's order in 1-4, with the masks moved behind all that adds, and that of transformers' `generate`
+in 5.
+
+Does not know: models, requests, devices' names, stop conditions. It never changes the logits it is given, and
+no row's result depends, in any bit, on the other rows of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cb_engine.sampling import blocks, truncation
+from cb_engine.sampling.logprobs import Distributions, TopLogprobs
+from cb_engine.sampling.penalties import Penalties
+from cb_engine.sampling.plan import Group, Plan, Rows
+from cb_engine.sampling.randomness import uniforms
+from cb_engine.sampling.state import SamplingState
+
+
+@dataclass(frozen=True)
+class SamplerOutput:
+    """One step's tokens, on the logits' device."""
+
+    token_ids: Tensor  # [R] int64; of no meaning where failed
+    failed: Tensor  # [R] bool: the row held NaN or +inf, or nothing was left to choose from
+    logprobs: Tensor | None  # [R] fp32, NaN for rows that did not ask; None if no row asked
+    top: TopLogprobs | None  # None if no row asked for more than its own token's
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SamplerOutput:
+        """Return a copy whose tensors are on `device`."""
+        return SamplerOutput(
+            token_ids=self.token_ids.to(device, non_blocking=non_blocking),
+            failed=self.failed.to(device, non_blocking=non_blocking),
+            logprobs=None if self.logprobs is None else self.logprobs.to(device, non_blocking=non_blocking),
+            top=None if self.top is None else self.top.to(device, non_blocking=non_blocking),
+        )
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """One step in the making: the edited logits, and what is filled in row by row."""
+
+    logits: Tensor  # [R, V] fp32, padded to blocks, edited
+    maxima: Tensor  # their block maxima
+    peak: Tensor  # [R], the rows' maxima
+    uniform: Tensor  # [R], wide dtype
+    token_ids: Tensor  # [R] int64
+    thresholds: Tensor  # [R] fp32
+    log_sums: Tensor  # [R] fp32
+
+    def put(self, rows: Rows, token_ids: Tensor, thresholds: Tensor, sums: Tensor) -> None:
+        """Fill in what was drawn for `rows`, the lowest score kept and the sum of the weights kept."""
+        self.token_ids.index_copy_(0, rows.index, token_ids)
+        self.thresholds.index_copy_(0, rows.index, thresholds)
+        self.log_sums.index_copy_(0, rows.index, sums.log().float())
+
+
+class Sampler:
+    """Samples one token per request of a batch. What it holds saves time; no result depends on it."""
+
+    def __init__(self) -> None:
+        self._penalties = Penalties()
+        self._plan: Plan | None = None
+
+    @torch.no_grad()
+    def __call__(self, logits: Tensor, states: Sequence[SamplingState]) -> SamplerOutput:
+        """Sample.
+
+        Args:
+            logits: `[R, V]`, bf16, fp16 or fp32, one row per state; padding rows are the caller's to drop.
+            states: the requests, `R` of them.
+
+        Returns:
+            One token per row. A row that failed leaves the others as they would be without it.
+
+        Raises:
+            ValueError: if there is not exactly one row per state.
+        """
+        if logits.dim() != 2 or logits.shape[0] != len(states):
+            raise ValueError(
+                f"the sampler needs logits [R, V] with one row per state, got {tuple(logits.shape)} for "
+                f"{len(states)} states; slice off the padding first"
+            )
+        plan = self._plan_for(states, logits)
+        draft, failed = _prepare(logits, plan)
+        if (rows := plan.greedy) is not None:
+            best = blocks.argmax(rows.take(draft.logits), rows.take(draft.maxima))
+            draft.token_ids.index_copy_(0, rows.index, best)
+        whole = [*plan.whole]
+        for group in plan.candidate_groups:
+            whole += _draw_from_candidates(draft, group)
+        whole.sort()
+        for part in blocks.row_chunks(len(whole), plan.device):
+            _draw_from_rows(draft, plan, whole[part])
+        logprobs, top = _report(logits, plan, draft)
+        return SamplerOutput(draft.token_ids, failed, logprobs, top)
+
+    def _plan_for(self, states: Sequence[SamplingState], logits: Tensor) -> Plan:
+        plan = self._plan
+        if plan is None or not plan.fits(states, logits.shape[1], logits.device):
+            plan = self._plan = Plan(states, logits.shape[1], logits.device, self._penalties)
+        return plan
+
+
+def _prepare(logits: Tensor, plan: Plan) -> tuple[_Draft, Tensor]:
+    """Return the edited logits with room for the results, and which rows failed, `[R]` bool."""
+    scores = logits.float().contiguous()
+    masked = plan.edits.pending()
+    failed = None
+    if masked is not None:
+        # An edit may hide a NaN or an infinity; the row is wrong all the same.
+        failed = ~scores.amax(-1).isfinite()
+        scores = scores.clone() if scores.data_ptr() == logits.data_ptr() else scores
+        plan.edits.apply(scores, masked)
+    scores = blocks.pad_to_blocks(scores)
+    maxima = blocks.block_maxima(scores)
+    peak = maxima.amax(-1)
+    failed = ~peak.isfinite() if failed is None else failed | ~peak.isfinite()
+    rows = len(plan.states)
+    draft = _Draft(
+        logits=scores,
+        maxima=maxima,
+        peak=peak,
+        uniform=_uniform(plan),
+        token_ids=torch.zeros(rows, dtype=torch.long, device=plan.device),
+        thresholds=torch.full((rows,), float("-inf"), device=plan.device),
+        log_sums=torch.zeros(rows, device=plan.device),
+    )
+    return draft, failed
+
+
+def _uniform(plan: Plan) -> Tensor:
+    positions = [len(state.output_token_ids) for state in plan.states]
+    wide = blocks.wide_dtype(plan.device)
+    return torch.from_numpy(uniforms(plan.seeds, positions)).to(wide).to(plan.device)
+
+
+def _draw_from_candidates(draft: _Draft, group: Group) -> list[int]:
+    """Sample a group from its rows' best tokens; return the rows for which those were too few."""
+    rows, temperature = group.rows, group.temperature
+    logits, peak = rows.take(draft.logits), rows.take(draft.peak)
+    vocab = logits.shape[1]
+    values, token_ids = blocks.topk(logits, rows.take(draft.maxima), min(group.candidates, vocab))
+    scores = truncation.scale(values, peak, temperature)
+    total = None
+    if group.needs_sum:
+        total = truncation.partition(logits, peak, temperature).to(group.cuts.top_p.dtype)
+    best = truncation.cut_candidates(scores, group.cuts, total, vocab)
+    # By token id, as in a whole row: the draw must not depend on how equal scores were ordered.
+    token_ids, order = token_ids.sort(-1)
+    index, sums = blocks.draw_small(best.weights.gather(1, order), rows.take(draft.uniform))
+    drawn = token_ids.gather(1, index.unsqueeze(1)).squeeze(1)
+    draft.put(rows, drawn, best.thresholds, sums)
+    return [row for row, done in zip(rows.host, best.complete.tolist(), strict=True) if not done]
+
+
+def _draw_from_rows(draft: _Draft, plan: Plan, host: list[int]) -> None:
+    """Sample rows with any limits from all of their tokens."""
+    rows = plan.rows(host)
+    scores = truncation.scale(
+        rows.take(draft.logits), rows.take(draft.peak), plan.temperature.index_select(0, rows.index)
+    )
+    thresholds = scores.new_full(scores.shape[:1], float("-inf"))
+    weights = scores.softmax(-1)
+    params = [plan.params[row] for row in host]
+    cut = [at for at, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.min_p]
+    if cut:
+        index = torch.tensor(cut, device=plan.device)
+        lowest = truncation.cut_rows(
+            scores.index_select(0, index),
+            plan.cuts([host[at] for at in cut]),
+            max_top_k=max(params[at].top_k for at in cut),
+            any_top_p=any(params[at].top_p < 1.0 for at in cut),
+        )
+        thresholds.index_copy_(0, index, lowest)
+        weights.masked_fill_(scores < thresholds.unsqueeze(1), 0.0)
+    token_ids, sums = blocks.draw(weights, rows.take(draft.uniform))
+    # Softmax has divided by the whole row's sum; the best token, whose weight was 1 before, tells by how
+    # much.
+    draft.put(rows, token_ids, thresholds, sums / weights.amax(-1))
+
+
+def _report(logits: Tensor, plan: Plan, draft: _Draft) -> tuple[Tensor | None, TopLogprobs | None]:
+    """Return the log-probabilities that the rows asked for: of the tokens drawn, and of the best ones."""
+    if not plan.processed and not plan.raw:
+        return None, None
+    size, width = len(plan.states), min(max(plan.counts), draft.logits.shape[1])
+    chosen = draft.peak.new_full((size,), float("nan"))
+    top = TopLogprobs(
+        plan.counts,
+        draft.token_ids.new_zeros((size, width)),
+        draft.peak.new_full((size, width), float("-inf")),
+    )
+    for rows, of_them in _distributions(logits, plan, draft):
+        chosen.index_copy_(0, rows.index, of_them.logprobs(rows.take(draft.token_ids)))
+        if count := plan.counts[rows.host[0]]:
+            token_ids, values = of_them.top(count)
+            top.token_ids[:, : token_ids.shape[1]].index_copy_(0, rows.index, token_ids)
+            top.logprobs[:, : values.shape[1]].index_copy_(0, rows.index, values)
+    return chosen, top if width else None
+
+
+def _distributions(logits: Tensor, plan: Plan, draft: _Draft) -> list[tuple[Rows, Distributions]]:
+    """Return what each row's log-probabilities are of, for the rows that asked."""
+    found: list[tuple[Rows, Distributions]] = []
+    if (rows := plan.greedy_processed) is not None:
+        plain = Distributions.uncut(rows.take(draft.logits), rows.take(draft.maxima))
+        draft.log_sums.index_copy_(0, rows.index, plain.log_sums)
+    drawn = Distributions(
+        draft.logits, draft.maxima, draft.peak, plan.temperature, draft.thresholds, draft.log_sums
+    )
+    found += [(rows, drawn.take(rows)) for rows in plan.processed]
+    for rows in plan.raw:
+        untouched = blocks.pad_to_blocks(rows.take(logits).float())
+        found.append((rows, Distributions.uncut(untouched, blocks.block_maxima(untouched))))
+    return found
