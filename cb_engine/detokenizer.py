@@ -43,9 +43,7 @@ class IncrementalDetokenizer:
     turns that character into U+FFFD too; here it is out already, and stays.
     """
 
-    def __init__(
-        self, tokenizer: Any, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
-    ) -> None:
+    def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
         """Begin after a prompt.
 
         Args:
@@ -81,6 +79,11 @@ class IncrementalDetokenizer:
         self._shown, _ = self._complete_text()
         return new
 
+    def finish(self) -> str:
+        """End the text and return what is left of it: nothing, for all that `add` keeps is part of a character."""
+        self._window.clear()
+        return ""
+
     def _context_of(self, prompt: Sequence[int]) -> list[int]:
         context: list[int] = []
         for token_id in reversed(prompt):
@@ -93,16 +96,14 @@ class IncrementalDetokenizer:
         return context[::-1]
 
     def _complete_text(self) -> tuple[str, int]:
-        """Return the window's text less an incomplete character at its end, and how many ids have a part in that."""
+        """Return the window's text less an incomplete character at its end, and how many ids that is part of."""
         text = self._decode(self._window)
         if not text.endswith(_REPLACEMENT):
             return text, 0
         tail = self._incomplete_tail()
         if tail is None:  # bytes unknown: up to three of these may be one character in the making
             bare = text.rstrip(_REPLACEMENT)
-            return text[: max(len(bare), len(text) - _LONGEST_CHAR + 1)], min(
-                len(self._window), _LONGEST_CHAR - 1
-            )
+            return text[: max(len(bare), len(text) - _LONGEST_CHAR + 1)], min(len(self._window), _LONGEST_CHAR - 1)
         ids, begins_inside = tail
         if not ids:
             return text, 0
@@ -112,8 +113,10 @@ class IncrementalDetokenizer:
         return (text[:-1] if begins_inside else self._decode(self._window[:-ids])), ids
 
     def _incomplete_tail(self) -> tuple[int, bool] | None:
-        """Return how many ids at the window's end hold bytes of an incomplete character, and whether that begins inside
-        the first of them; None if the last id's bytes are unknown."""
+        """Return how many ids at the window's end hold bytes of an incomplete character; None if there is no telling.
+
+        With it comes whether the character begins inside the first of them.
+        """
         data = b""
         starts = []  # of each id, counted from the end of the data
         for token_id in reversed(self._window):
@@ -169,7 +172,7 @@ def _decoding_steps(tokenizer: Any) -> set[str] | None:
 
 
 def _special_ids(tokenizer: Any, is_fast: bool) -> frozenset[int]:
-    """Return the ids that `decode` skips: a fast tokenizer goes by the flag of the token, a slow one by its name."""
+    """Return the ids that `decode` skips: fast tokenizers go by a flag of the token, slow ones by a list."""
     if is_fast:
         return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
     return frozenset(tokenizer.all_special_ids)

@@ -74,9 +74,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; 0: the sampled token's; N: those of the N best as well
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
-    logprobs_mode: LogprobsMode = (
-        "processed"  # of the distribution that was drawn from, or of the model's own
-    )
+    logprobs_mode: LogprobsMode = "processed"  # of the distribution that was drawn from, or of the model's own
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str | Sequence[int]] = ()
@@ -117,9 +115,7 @@ class SamplingParams:
             ints["seed"] = _int("seed", self.seed, low=-(2**63), high=2**64 - 1)
         floats = {
             "temperature": _float("temperature", self.temperature, low=0.0, hint="use 0 for greedy decoding"),
-            "top_p": _float(
-                "top_p", self.top_p, low=0.0, high=1.0, open_low=True, hint="use 1 to turn it off"
-            ),
+            "top_p": _float("top_p", self.top_p, low=0.0, high=1.0, open_low=True, hint="use 1 to turn it off"),
             "min_p": _float("min_p", self.min_p, low=0.0, high=1.0, hint="use 0 to turn it off"),
             "repetition_penalty": _float(
                 "repetition_penalty",
@@ -183,9 +179,7 @@ class SamplingParams:
             "stop_token_ids": self.stop_token_ids,
             "allowed_token_ids": self.allowed_token_ids or (),
             "logit_bias": tuple(self.logit_bias or ()),
-            "bad_words": tuple(
-                token_id for word in self.bad_words if not isinstance(word, str) for token_id in word
-            ),
+            "bad_words": tuple(token_id for word in self.bad_words if not isinstance(word, str) for token_id in word),
         }
         for name, token_ids in named.items():
             for token_id in token_ids:
@@ -260,9 +254,7 @@ def _bias(value: object) -> _FrozenBias:
 
 def _bad_word(word: object) -> str | tuple[int, ...]:
     if isinstance(word, Integral):
-        raise TypeError(
-            f"bad_words must hold strings or sequences of token ids, got {word!r}; write [{word!r}]"
-        )
+        raise TypeError(f"bad_words must hold strings or sequences of token ids, got {word!r}; write [{word!r}]")
     normal = word if isinstance(word, str) else _token_ids("bad_words", word)
     if not normal:
         raise ValueError(f"bad_words must not hold an empty entry, got {word!r}; leave it out")

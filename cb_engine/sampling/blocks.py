@@ -21,6 +21,14 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float64 if device.type in ("cpu", "cuda", "xpu") else torch.float32
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of the host's `values` on `device`.
+
+    CUDA has staged ordinary memory when the call returns, so there the host need not wait for what is running.
+    """
+    return values.to(device, non_blocking=device.type == "cuda")
+
+
 def row_chunks(rows: int, device: torch.device) -> list[slice]:
     """Return the slices in which to pass over `rows` whole rows.
 
@@ -109,7 +117,7 @@ def draw_small(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, `[R]` each, the index drawn, how far into its weight the draw fell, and the sum of the weights."""
+    """Return, `[R]` each, the index drawn, how far into its weight the draw fell, and the row's sum."""
     cumulated = weights.cumsum(-1)
     total = cumulated[:, -1]
     target = uniform * total
@@ -119,7 +127,7 @@ def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _first_above(cumulated: Tensor, target: Tensor) -> Tensor:
-    """Return the first index at which `cumulated [R, C]` exceeds `target [R]`, or else the last at which it grows.
+    """Return where `cumulated [R, C]` first exceeds `target [R]`, or else where it grows for the last time.
 
     It grows at the first one too, given a target that is not negative; so what is found has a weight above 0.
     The second is for targets that rounding has pushed up to the row's sum or past it.

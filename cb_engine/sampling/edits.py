@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cb_engine.sampling.blocks import to_device
 from cb_engine.sampling.penalties import Penalties
 from cb_engine.sampling.state import SamplingState
 
@@ -27,7 +28,7 @@ class BannedWords:
             self._by_last.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
 
     def completions(self, state: SamplingState) -> list[int]:
-        """Return the tokens that would complete a bad word now; it may begin in the prompt, as in transformers."""
+        """Return the tokens that would complete a bad word, begun in the prompt or later, as in transformers."""
         last = _tail(state, 1)
         endings = self._by_last.get(last[0], ()) if last else ()
         return [token_id for prefix, token_id in endings if _tail(state, len(prefix)) == prefix]
@@ -40,7 +41,7 @@ def _tail(state: SamplingState, length: int) -> list[int]:
 
 
 class LogitEdits:
-    """The edits of one batch, built once per composition of it; only what depends on the output is found anew."""
+    """The edits of one batch, built once per composition; only what depends on the output is found anew."""
 
     def __init__(
         self, states: Sequence[SamplingState], vocab_size: int, device: torch.device, penalties: Penalties
@@ -79,10 +80,10 @@ class LogitEdits:
         self._fixed = bool(biased or self._penalised or allowed_rows or banned)
 
     def _flat(self, index: list[int]) -> Tensor:
-        return torch.tensor(index, dtype=torch.long, device=self._device)
+        return to_device(torch.tensor(index, dtype=torch.long), self._device)
 
     def pending(self) -> list[int] | None:
-        """Return the flat indices that are masked in this step only; None if this step edits nothing at all."""
+        """Return the flat indices masked in this step only; None if this step edits nothing at all."""
         masked: list[int] = []
         for row, stops in self._minimum:
             if self._states[row].must_go_on:
@@ -117,6 +118,4 @@ class LogitEdits:
 
 def _has_penalty(state: SamplingState) -> bool:
     params = state.params
-    return (
-        params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    )
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0

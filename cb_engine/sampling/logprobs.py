@@ -51,7 +51,7 @@ class Distributions:
         return scale(logits, self.peak, self.temperature).squeeze(1) - self.log_sums
 
     def top(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return the `count` best tokens and their log-probabilities, `[R, count]`; `-inf` for what was cut off."""
+        """Return the `count` best tokens and their log-probabilities, `[R, count]`, `-inf` if cut off."""
         values, token_ids = blocks.topk(self.logits, self.maxima, min(count, self.logits.shape[1]))
         scores = scale(values, self.peak, self.temperature)
         kept = scores >= self.thresholds.unsqueeze(1)
@@ -67,7 +67,7 @@ class TopLogprobs:
     logprobs: Tensor  # [R, max(counts)] fp32; -inf where a row has no such token
 
     def row(self, index: int) -> list[tuple[int, float]] | None:
-        """Return one row's (token id, log-probability) pairs, or None if it did not ask. Waits for the device.
+        """Return one row's (token id, log-probability) pairs, None if it did not ask. Waits for the device.
 
         There are fewer pairs than asked for where fewer tokens were kept.
         """

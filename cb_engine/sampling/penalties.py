@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cb_engine.sampling.blocks import to_device
 from cb_engine.sampling.state import SamplingState
 
 # How many of the last tokens counted are compared with the output before the count is trusted. Speculation
@@ -108,15 +109,11 @@ class Penalties:
         counts = np.concatenate([table.counts for table in tables])
         presence = spread([state.params.presence_penalty for state in states])
         frequency = spread([state.params.frequency_penalty for state in states])
-        where = np.concatenate(
-            [table.tokens + row * vocab_size for row, table in zip(rows, tables, strict=True)]
-        )
-        index = torch.from_numpy(where).to(scores.device)
-        factor = torch.from_numpy(
-            spread([state.params.repetition_penalty for state in states]).astype(np.float32)
-        )
+        where = np.concatenate([table.tokens + row * vocab_size for row, table in zip(rows, tables, strict=True)])
+        index = to_device(torch.from_numpy(where), scores.device)
+        factor = torch.from_numpy(spread([state.params.repetition_penalty for state in states]).astype(np.float32))
         amount = torch.from_numpy((frequency * counts + presence * (counts > 0)).astype(np.float32))
-        factor, amount = factor.to(scores.device), amount.to(scores.device)
+        factor, amount = to_device(factor, scores.device), to_device(amount, scores.device)
 
         flat = scores.view(-1)
         before = flat.index_select(0, index)

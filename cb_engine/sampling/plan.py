@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cb_engine.sampling.blocks import wide_dtype
+from cb_engine.sampling.blocks import row_chunks, wide_dtype
 from cb_engine.sampling.edits import LogitEdits
 from cb_engine.sampling.penalties import Penalties
 from cb_engine.sampling.state import SamplingState
@@ -47,13 +47,25 @@ class Rows:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that are sampled the same way."""
+    """Rows that are sampled from their best tokens."""
 
     rows: Rows
     temperature: Tensor  # [rows] fp32
     cuts: Cuts  # [rows]
     candidates: int  # how many of the best tokens are looked at
     needs_sum: bool  # of the whole row
+
+
+@dataclass(frozen=True)
+class WholeGroup:
+    """Rows that are sampled from all of their tokens."""
+
+    rows: Rows
+    temperature: Tensor  # [rows] fp32
+    limited: Rows | None  # those of the rows, counted within them, that have a top_k, top_p or min_p
+    cuts: Cuts  # [limited]
+    max_top_k: int
+    any_top_p: bool
 
 
 class Plan:
@@ -73,7 +85,7 @@ class Plan:
         self.temperature = torch.tensor([p.temperature or 1.0 for p in params], device=device)
         ways = [_way(p, device) for p in params]
         self.greedy = self._rows([way == "greedy" for way in ways])
-        self.whole = [row for row, way in enumerate(ways) if way == "whole"]
+        self.whole_groups = self.group_whole([row for row, way in enumerate(ways) if way == "whole"])
         self.candidate_groups: list[Group] = []
         for way, candidates in (("few", FEW), ("many", MANY), ("share", MANY)):
             rows = self._rows([w == way for w in ways])
@@ -100,6 +112,25 @@ class Plan:
     def rows(self, host: Sequence[int]) -> Rows:
         """Return some rows of this batch."""
         return Rows.of(host, len(self.states), self.device)
+
+    def group_whole(self, host: Sequence[int]) -> list[WholeGroup]:
+        """Return some rows as groups to be sampled whole, as many at a time as the device likes."""
+        groups = []
+        for part in row_chunks(len(host), self.device):
+            rows = self.rows(sorted(host[part]))
+            params = [self.params[row] for row in rows.host]
+            limited = [at for at, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.min_p]
+            groups.append(
+                WholeGroup(
+                    rows=rows,
+                    temperature=rows.take(self.temperature),
+                    limited=Rows.of(limited, len(params), self.device) if limited else None,
+                    cuts=self.cuts([rows.host[at] for at in limited]),
+                    max_top_k=max(p.top_k for p in params),
+                    any_top_p=any(p.top_p < 1.0 for p in params),
+                )
+            )
+        return groups
 
     def cuts(self, host: Sequence[int]) -> Cuts:
         """Return the limits of some rows."""

@@ -29,7 +29,7 @@ from torch import Tensor
 from cb_engine.sampling import blocks, truncation
 from cb_engine.sampling.logprobs import Distributions, TopLogprobs
 from cb_engine.sampling.penalties import Penalties
-from cb_engine.sampling.plan import Group, Plan, Rows
+from cb_engine.sampling.plan import Group, Plan, Rows, WholeGroup
 from cb_engine.sampling.randomness import uniforms
 from cb_engine.sampling.state import SamplingState
 
@@ -103,12 +103,9 @@ class Sampler:
         if (rows := plan.greedy) is not None:
             best = blocks.argmax(rows.take(draft.logits), rows.take(draft.maxima))
             draft.token_ids.index_copy_(0, rows.index, best)
-        whole = [*plan.whole]
-        for group in plan.candidate_groups:
-            whole += _draw_from_candidates(draft, group)
-        whole.sort()
-        for part in blocks.row_chunks(len(whole), plan.device):
-            _draw_from_rows(draft, plan, whole[part])
+        wanting = [row for group in plan.candidate_groups for row in _draw_from_candidates(draft, group)]
+        for part in [*plan.whole_groups, *plan.group_whole(wanting)]:
+            _draw_from_rows(draft, part)
         logprobs, top = _report(logits, plan, draft)
         return SamplerOutput(draft.token_ids, failed, logprobs, top)
 
@@ -149,7 +146,7 @@ def _prepare(logits: Tensor, plan: Plan) -> tuple[_Draft, Tensor]:
 def _uniform(plan: Plan) -> Tensor:
     positions = [len(state.output_token_ids) for state in plan.states]
     wide = blocks.wide_dtype(plan.device)
-    return torch.from_numpy(uniforms(plan.seeds, positions)).to(wide).to(plan.device)
+    return blocks.to_device(torch.from_numpy(uniforms(plan.seeds, positions)).to(wide), plan.device)
 
 
 def _draw_from_candidates(draft: _Draft, group: Group) -> list[int]:
@@ -171,29 +168,20 @@ def _draw_from_candidates(draft: _Draft, group: Group) -> list[int]:
     return [row for row, done in zip(rows.host, best.complete.tolist(), strict=True) if not done]
 
 
-def _draw_from_rows(draft: _Draft, plan: Plan, host: list[int]) -> None:
+def _draw_from_rows(draft: _Draft, group: WholeGroup) -> None:
     """Sample rows with any limits from all of their tokens."""
-    rows = plan.rows(host)
-    scores = truncation.scale(
-        rows.take(draft.logits), rows.take(draft.peak), plan.temperature.index_select(0, rows.index)
-    )
+    rows = group.rows
+    scores = truncation.scale(rows.take(draft.logits), rows.take(draft.peak), group.temperature)
     thresholds = scores.new_full(scores.shape[:1], float("-inf"))
     weights = scores.softmax(-1)
-    params = [plan.params[row] for row in host]
-    cut = [at for at, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.min_p]
-    if cut:
-        index = torch.tensor(cut, device=plan.device)
+    if group.limited is not None:
         lowest = truncation.cut_rows(
-            scores.index_select(0, index),
-            plan.cuts([host[at] for at in cut]),
-            max_top_k=max(params[at].top_k for at in cut),
-            any_top_p=any(params[at].top_p < 1.0 for at in cut),
+            group.limited.take(scores), group.cuts, max_top_k=group.max_top_k, any_top_p=group.any_top_p
         )
-        thresholds.index_copy_(0, index, lowest)
+        thresholds.index_copy_(0, group.limited.index, lowest)
         weights.masked_fill_(scores < thresholds.unsqueeze(1), 0.0)
     token_ids, sums = blocks.draw(weights, rows.take(draft.uniform))
-    # Softmax has divided by the whole row's sum; the best token, whose weight was 1 before, tells by how
-    # much.
+    # Softmax has divided by the whole row's sum; the best token, whose weight was 1 before, tells by how much.
     draft.put(rows, token_ids, thresholds, sums / weights.amax(-1))
 
 
@@ -223,9 +211,7 @@ def _distributions(logits: Tensor, plan: Plan, draft: _Draft) -> list[tuple[Rows
     if (rows := plan.greedy_processed) is not None:
         plain = Distributions.uncut(rows.take(draft.logits), rows.take(draft.maxima))
         draft.log_sums.index_copy_(0, rows.index, plain.log_sums)
-    drawn = Distributions(
-        draft.logits, draft.maxima, draft.peak, plan.temperature, draft.thresholds, draft.log_sums
-    )
+    drawn = Distributions(draft.logits, draft.maxima, draft.peak, plan.temperature, draft.thresholds, draft.log_sums)
     found += [(rows, drawn.take(rows)) for rows in plan.processed]
     for rows in plan.raw:
         untouched = blocks.pad_to_blocks(rows.take(logits).float())

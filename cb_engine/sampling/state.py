@@ -22,9 +22,7 @@ class SamplingState:
     seed: int  # resolved: `derive_seed` of params.seed and the sample's index, or one that the engine made
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]  # a live view; its length is the position that is drawn for
-    stop_token_ids: frozenset[
-        int
-    ]  # EOS (unless ignore_eos) and params.stop_token_ids: masked until min_tokens are out
+    stop_token_ids: frozenset[int]  # EOS (unless ignore_eos) and params.stop_token_ids: masked until min_tokens are out
     bad_words_ids: tuple[tuple[int, ...], ...]  # params.bad_words as token ids
 
     @property

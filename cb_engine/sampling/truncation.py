@@ -122,7 +122,7 @@ def _kth(ranked: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _nucleus(ranked: Tensor, weights: Tensor, top_p: Tensor, total: Tensor) -> Tensor:
-    """Return the score of the last token before which less than `top_p` of `total` lies; `-inf` if it is off."""
+    """Return the score of the last token before which less than `top_p` of `total` lies; `-inf` if off."""
     before = weights.cumsum(-1) - weights
     kept = (before < (top_p * total).unsqueeze(1)).sum(-1).clamp(min=1)
     return ranked.gather(1, kept.unsqueeze(1) - 1).squeeze(1).where(top_p < 1.0, float("-inf"))
