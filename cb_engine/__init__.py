@@ -1,8 +1,8 @@
 """Continuous batching inside a transformers-style generate API.
 
-    import cb_engine
-    cb_engine.attach(model, tokenizer=tokenizer)
-    outputs = model.generate_batch(["Hello", "How are you?"], max_new_tokens=32)
+import cb_engine
+cb_engine.attach(model, tokenizer=tokenizer)
+outputs = model.generate_batch(["Hello", "How are you?"], max_new_tokens=32)
 """
 
 from cb_engine.api.attach import attach, detach, weights_changed

@@ -30,7 +30,11 @@ def _cgroup_headroom() -> int:
         limit = (root / "memory.max").read_text().strip()
         used = int((root / "memory.current").read_text())
         inactive = next(
-            (int(line.split()[1]) for line in (root / "memory.stat").read_text().splitlines() if "inactive_file" in line),
+            (
+                int(line.split()[1])
+                for line in (root / "memory.stat").read_text().splitlines()
+                if "inactive_file" in line
+            ),
             0,
         )
     except (OSError, ValueError):

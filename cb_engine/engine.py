@@ -139,9 +139,7 @@ class Engine:
 
     # ---- work ------------------------------------------------------------------------------------------------
 
-    def add_request(
-        self, prompt: Any, sampling_params: SamplingParams | None = None, **options: Any
-    ) -> list[str]:
+    def add_request(self, prompt: Any, sampling_params: SamplingParams | None = None, **options: Any) -> list[str]:
         """Queues one prompt; see `Intake.make` and `RequestOptions` for what may be given.
 
         Returns:

@@ -115,8 +115,8 @@ class Intake:
         shortage = self._blocks.capacity_shortage(len(token_ids) + 1, self._config.max_prefill_chunk)
         if shortage is not None:
             raise ValueError(
-                f"the prompt has {len(token_ids)} tokens and needs {shortage[0]} KV blocks of {self._config.block_size} "
-                f"tokens; the pool has {shortage[1]}; shorten the prompt or raise num_blocks"
+                f"the prompt has {len(token_ids)} tokens and needs {shortage[0]} KV blocks of "
+                f"{self._config.block_size} tokens; the pool has {shortage[1]}; shorten the prompt or raise num_blocks"
             )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:

@@ -118,9 +118,7 @@ def init_continuous_batching(
     return _manager(self, settings, continuous_batching_config, workload_hints)
 
 
-def _manager(
-    model: nn.Module, settings: GenerationSettings, config: Config, hints: Hints
-) -> ContinuousBatchingManager:
+def _manager(model: nn.Module, settings: GenerationSettings, config: Config, hints: Hints) -> ContinuousBatchingManager:
     """The persistent manager if it suits, else a new one."""
     attachment = _attachment(model)
     if config is None:

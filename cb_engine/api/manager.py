@@ -101,7 +101,7 @@ class ContinuousBatchingManager:
         It can if it asks for no other config, and for nothing larger than the manager was sized for.
         """
         own_config, own_hints = self._made_for
-        fits = all(value <= own_hints[key] for key, value in normalize_hints(hints).items() if key in own_hints)  # type: ignore[literal-required,operator]
+        fits = all(value <= own_hints[key] for key, value in normalize_hints(hints).items() if key in own_hints)  # type: ignore[literal-required]
         return fits and self._thread.failure is None and (config is None or config == own_config)
 
     def begin_session(self) -> None:
@@ -230,9 +230,13 @@ class ContinuousBatchingManager:
         """
         params = [
             self._params_for(prompt, given, max_new_tokens, logit_processor_kwargs, index)
-            for index, (prompt, given) in enumerate(zip(inputs, spread_params(sampling_params, len(inputs)), strict=True))
+            for index, (prompt, given) in enumerate(
+                zip(inputs, spread_params(sampling_params, len(inputs)), strict=True)
+            )
         ]
-        requests = self.make_all(inputs, params, RequestOptions(streaming=streaming, record_timestamps=record_timestamps))
+        requests = self.make_all(
+            inputs, params, RequestOptions(streaming=streaming, record_timestamps=record_timestamps)
+        )
         self.submit_requests(requests)
         return [request.request_id for request in requests if "__child#" not in request.request_id]
 

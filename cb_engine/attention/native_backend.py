@@ -30,7 +30,9 @@ class NativeBackend(AttentionBackend):
 
     def __init__(self) -> None:
         if not self.is_available():
-            raise RuntimeError("the native attention kernel could not be built; see the warning, or use another backend")
+            raise RuntimeError(
+                "the native attention kernel could not be built; see the warning, or use another backend"
+            )
 
     @staticmethod
     def is_available() -> bool:

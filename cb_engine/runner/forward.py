@@ -108,21 +108,21 @@ class ForwardTable:
         eager = self._eager
         name = f"step_{bucket.kind}_{bucket.num_seqs}_{bucket.width}_{bucket.num_blocks}_{id(self):x}"
         own = types.FunctionType(
-            eager.__code__.replace(co_name=name),  # type: ignore[attr-defined]
-            eager.__globals__,  # type: ignore[attr-defined]
+            eager.__code__.replace(co_name=name),
+            eager.__globals__,
             name,
-            closure=eager.__closure__,  # type: ignore[attr-defined]
+            closure=eager.__closure__,
         )
-        return torch.compile(own, dynamic=False, **self._compile_options)  # type: ignore[no-any-return]
+        return torch.compile(own, dynamic=False, **self._compile_options)
 
 
 def _forward_of(shadow: nn.Module, takes_logits_to_keep: bool) -> Forward:
     def with_logits_to_keep(ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         output = shadow(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=wanted)
-        return output.logits[0]  # type: ignore[no-any-return]
+        return output.logits[0]
 
     def with_all_logits(ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         output = shadow(input_ids=ids, position_ids=positions, use_cache=False)
-        return output.logits[0].index_select(0, wanted)  # type: ignore[no-any-return]
+        return output.logits[0].index_select(0, wanted)
 
     return with_logits_to_keep if takes_logits_to_keep else with_all_logits

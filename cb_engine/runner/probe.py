@@ -86,7 +86,9 @@ def profile_model(model: nn.Module, shadow: nn.Module) -> ModelProfile:
     """
     config = getattr(model, "config", None)
     if config is None or not callable(getattr(model, "forward", None)):
-        raise UnsupportedModelError(f"{type(model).__name__} is no transformers causal language model: it has no config")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is no transformers causal language model: it has no config"
+        )
     _refuse_by_config(config)
     takes_logits_to_keep = "logits_to_keep" in inspect.signature(_innermost(shadow).forward).parameters
     device = _input_device(shadow)
@@ -132,7 +134,7 @@ def _refuse_foreign_layers(shadow: nn.Module, config: Any, context: _ProbeContex
     seen = len(context.layers)
     if seen and (expected is None or seen == expected):
         return
-    attending = {i for i in context.layers}
+    attending = set(context.layers)
     names = {
         type(child).__name__
         for module in shadow.modules()
@@ -166,7 +168,7 @@ def _max_model_len(config: Any) -> int | None:
 def _innermost(model: nn.Module) -> nn.Module:
     """The causal LM inside a PEFT wrapper."""
     base = getattr(model, "get_base_model", None)
-    return base() if callable(base) else model  # type: ignore[no-any-return]
+    return base() if callable(base) else model
 
 
 def _input_device(model: nn.Module) -> torch.device:

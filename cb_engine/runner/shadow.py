@@ -45,9 +45,9 @@ def make_shadow(model: nn.Module) -> nn.Module:
     shadow.train(False)
     for module in shadow.modules():
         if getattr(module, "gradient_checkpointing", False):
-            module.gradient_checkpointing = False
+            setattr(module, "gradient_checkpointing", False)  # noqa: B010 (a Module's attributes are typed as modules)
         config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation"):
+        if config is not None and hasattr(config, "_attn_implementation"):
             config._attn_implementation = ATTENTION_NAME
     return shadow
 
