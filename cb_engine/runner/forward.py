@@ -118,11 +118,13 @@ class ForwardTable:
 
 def _forward_of(shadow: nn.Module, takes_logits_to_keep: bool) -> Forward:
     def with_logits_to_keep(ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        output = shadow(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=wanted)
-        return output.logits[0]
+        logits: torch.Tensor = shadow(
+            input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=wanted
+        ).logits
+        return logits[0]
 
     def with_all_logits(ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        output = shadow(input_ids=ids, position_ids=positions, use_cache=False)
-        return output.logits[0].index_select(0, wanted)
+        logits: torch.Tensor = shadow(input_ids=ids, position_ids=positions, use_cache=False).logits
+        return logits[0].index_select(0, wanted)
 
     return with_logits_to_keep if takes_logits_to_keep else with_all_logits

@@ -62,7 +62,7 @@ CASES = (
 
 def _inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     qkv = torch.randn(case.batch * case.queries, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=DTYPE)
-    q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+    q, k, v = torch.split(qkv, [HEADS, KV_HEADS, KV_HEADS], dim=1)
     return q, k, v
 
 

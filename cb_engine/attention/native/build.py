@@ -61,7 +61,7 @@ def load() -> bool:
     with _lock:
         if _loaded is None:
             try:
-                torch.ops.load_library(str(build()))
+                torch.ops.load_library(str(build()))  # type: ignore[no-untyped-call]
                 torch.library.register_fake("cb_engine::paged_attention", _paged_attention_fake)
                 _loaded = True
             except (BuildError, OSError) as error:

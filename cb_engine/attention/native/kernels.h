@@ -339,6 +339,7 @@ struct Panel {
   Packed<E>* weights;
   int lo, hi;              // keys of the tile that some row of the panel sees
   int row_lo[kPanel], row_hi[kPanel];  // and each row
+  bool whole;                          // whether all of them see the whole tile
 };
 
 // Scores as they come from the product, to logits in base 2.
@@ -356,20 +357,20 @@ struct Logits {
   }
 };
 
-// Scores to weights, in place of the same rows; updates maximum and sum; alpha[r] is what rescales the output.
-template <class E, int ROWS>
+// Scores to weights; updates maximum and sum of the rows; alpha[r] is what rescales their output. WHOLE: every row
+// sees every key of the tile, as most do, and the loops over its vectors unroll.
+template <class E, int ROWS, bool WHOLE>
 CB_INLINE void softmax(const Panel<E>& p, float* alpha) {
-  const int first = p.lo / kLanes, last = (p.hi + kLanes - 1) / kLanes;
+  const int first = WHOLE ? 0 : p.lo / kLanes, last = WHOLE ? kGroups : (p.hi + kLanes - 1) / kLanes;
   const Logits logits(p.job);
   float before[kLanes] = {}, after[kLanes] = {};
   for (int r = 0; r < ROWS; ++r) {
     float* row = p.scores + r * kTile;
     Vec best = splat(-kInfinity);
+#pragma GCC unroll 4
     for (int g = first; g < last; ++g) {
       Vec x = logits(load(row + g * kLanes));
-      if (p.row_lo[r] > g * kLanes || p.row_hi[r] < (g + 1) * kLanes) {
-        x = keep_lanes(x, p.row_lo[r] - g * kLanes, p.row_hi[r] - g * kLanes, -kInfinity);
-      }
+      if (!WHOLE) x = keep_lanes(x, p.row_lo[r] - g * kLanes, p.row_hi[r] - g * kLanes, -kInfinity);
       store(row + g * kLanes, x);
       best = vmax(best, x);
     }
@@ -379,13 +380,12 @@ CB_INLINE void softmax(const Panel<E>& p, float* alpha) {
     p.state.maximum[r] = after[r];
     if (after[r] == -kInfinity) after[r] = 0.0f;  // nothing seen yet: -inf - 0 stays -inf, without a NaN
   }
-  float shift[kLanes];
   store(alpha, exp2_lanes(sub(load(before), load(after))));
-  store(shift, load(after));
   for (int r = 0; r < ROWS; ++r) {
     const float* row = p.scores + r * kTile;
-    const Vec peak = splat(shift[r]);
+    const Vec peak = splat(after[r]);
     Vec total = mul(load(p.state.sum + r * kLanes), splat(alpha[r]));
+#pragma GCC unroll 4
     for (int g = first; g < last; ++g) {
       const Vec weight = exp2_lanes(sub(load(row + g * kLanes), peak));
       total = add(total, weight);
@@ -416,7 +416,7 @@ static void attend_panel(const Panel<E>& p) {
   }
 
   float alpha[kLanes];
-  softmax<E, ROWS>(p, alpha);
+  p.whole ? softmax<E, ROWS, true>(p, alpha) : softmax<E, ROWS, false>(p, alpha);
 
   const int64_t first = p.lo / E::kPair, last = (p.hi + E::kPair - 1) / E::kPair;
   const Storage<E>* const* v = p.tile->v;
@@ -459,7 +459,7 @@ static void attend_tile(const Job& job, const Shape<E>& shape, const Unit& unit,
     const int count = static_cast<int>(rows * (i + 1) / panels - row);
     Panel<E> panel{job, scratch.query + row * shape.key_dim, shape.key_dim, shape.value_dim,
                    {state.output + row * shape.value_dim, state.sum + row * kLanes, state.maximum + row},
-                   &tile, next, scratch.scores, scratch.weights, kTile, 0, {}, {}};
+                   &tile, next, scratch.scores, scratch.weights, kTile, 0, {}, {}, true};
     for (int r = 0; r < count; ++r) {
       const int64_t position = unit.first_position + (row + r) / shape.group;
       const int64_t seen_from = job.window > 0 ? position - job.window + 1 : 0;
@@ -467,6 +467,7 @@ static void attend_tile(const Job& job, const Shape<E>& shape, const Unit& unit,
       const int64_t hi = min64(min64(unit.key_end, position + 1), start + kTile) - start;
       panel.row_lo[r] = static_cast<int>(lo);
       panel.row_hi[r] = static_cast<int>(max64(hi, 0));
+      panel.whole &= hi - lo == kTile;
       if (lo >= hi) continue;
       if (lo < panel.lo) panel.lo = static_cast<int>(lo);
       if (hi > panel.hi) panel.hi = static_cast<int>(hi);
@@ -628,6 +629,7 @@ static void write_values(const Storage<E>* value, const Storage<E>* partner, int
 // `count` tokens from `token` on, which lie one after the other in one group of K of one block.
 template <class E>
 static void write_run(const Job& job, const Shape<E>& shape, int64_t token, int64_t count, int64_t slot) {
+  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Storage<E>));
   const int64_t block = slot / job.block_size, offset = slot % job.block_size;
   Storage<E>* k = static_cast<Storage<E>*>(job.k_cache) + block * job.k_block_stride + shape.k_index(offset);
   Storage<E>* v = static_cast<Storage<E>*>(job.v_cache) + block * job.v_block_stride;
@@ -635,6 +637,11 @@ static void write_run(const Job& job, const Shape<E>& shape, int64_t token, int6
   const Storage<E>* values = static_cast<const Storage<E>*>(job.value) + token * job.value_stride[0];
   for (int64_t head = 0; head < job.num_kv_heads; ++head) {
     for (int64_t i = 0; i < count; ++i) {
+      // The scattered stores fill the store buffer long before the processor would see the next rows by itself.
+      for (int64_t d = 0; d < job.head_dim; d += kLine) {
+        __builtin_prefetch(keys + (i + count) * job.key_stride[0] + d);
+        __builtin_prefetch(values + (i + count) * job.value_stride[0] + d);
+      }
       write_keys<E>(keys + i * job.key_stride[0], job.head_dim, shape.tokens_wide * E::kPair, k + i * E::kPair);
     }
     for (int64_t i = 0; i < count;) {

@@ -167,6 +167,7 @@ Job make_job(const at::Tensor& query, const at::Tensor& key, const at::Tensor& v
 
 constexpr int64_t kRowsPerUnit = 96;  // keeps a unit's queries and accumulators in L1 and L2
 constexpr int64_t kUnitsPerThread = 4;
+constexpr int64_t kCostPerThread = 512;  // some microseconds: less is not worth waking a thread for
 
 struct Plan {
   std::vector<Unit> units;   // run in any order by any thread
@@ -222,14 +223,14 @@ void make_units(const Job& job, const at::Tensor& query_start_loc, const at::Ten
   }
 }
 
+// Keys times tokens. Right for prefill; for decode, where reading the keys is the cost, too small but equal for all.
+int64_t cost_of(const Unit& unit) { return unit.num_tokens * (unit.key_end - unit.key_begin); }
+
 // Cuts units whose length would leave threads idle into pieces of the keys. Results do not depend on whether one is
 // cut (kernels.h, "the same bits"), so this may follow the number of threads.
-void split_units(const Job& job, const Kernels& kernels, int64_t threads, Plan& plan) {
-  const auto cost = [](const Unit& u) { return u.num_tokens * (u.key_end - u.key_begin); };
-  int64_t total = 0;
-  for (const Unit& unit : plan.units) total += cost(unit);
-  const int64_t limit = threads > 1 ? total / (threads * kUnitsPerThread) : total;
-  const auto splits = [&](const Unit& u) { return cost(u) > limit && num_pieces(u) > 1; };
+void split_units(const Job& job, const Kernels& kernels, int64_t total_cost, int64_t threads, Plan& plan) {
+  const int64_t limit = threads > 1 ? total_cost / (threads * kUnitsPerThread) : total_cost;
+  const auto splits = [&](const Unit& u) { return cost_of(u) > limit && num_pieces(u) > 1; };
 
   int64_t floats = 0;
   for (const Unit& unit : plan.units) {
@@ -341,10 +342,12 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
   const int64_t group = job.num_heads / job.num_kv_heads;
   job.max_unit_tokens = static_cast<int32_t>(std::max<int64_t>(1, kRowsPerUnit / group));
 
-  const int64_t threads = at::get_num_threads();
   Plan plan;
   make_units(job, query_start_loc, seq_lens, block_table.size(1), output, plan.units);
-  split_units(job, kernels, threads, plan);
+  int64_t cost = 0;
+  for (const Unit& unit : plan.units) cost += cost_of(unit);
+  const int64_t threads = std::clamp<int64_t>(cost / kCostPerThread, 1, at::get_num_threads());
+  split_units(job, kernels, cost, threads, plan);
   const bool slots_valid = write_cache(job, kernels, query.size(0));
   const bool blocks_valid = run_units(job, kernels, plan, threads);
   TORCH_CHECK_INDEX(slots_valid, "slot_mapping points outside the cache of ", job.num_blocks, " blocks");
