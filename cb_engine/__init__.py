@@ -5,6 +5,7 @@ cb_engine.attach(model, tokenizer=tokenizer)
 outputs = model.generate_batch(["Hello", "How are you?"], max_new_tokens=32)
 """
 
+from cb_engine.api.async_engine import AsyncEngine
 from cb_engine.api.attach import attach, detach, weights_changed
 from cb_engine.api.manager import ContinuousBatchingManager
 from cb_engine.config import EngineConfig
@@ -25,6 +26,7 @@ from cb_engine.sampling_params import SamplingParams
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncEngine",
     "CBEngineError",
     "ContinuousBatchingManager",
     "Engine",

@@ -64,13 +64,13 @@ def test_compiled_equals_generate(family: str) -> None:
     """Static shapes, captured by dynamo; the backend that runs them eagerly keeps this fast."""
     model, prompts, references = tiny.family(family)
     settings = {"compile": True, "compile_options": {"backend": "eager"}, "strict_shapes": True, "max_num_seqs": 4}
-    tokens, _ = run(model, prompts, max_model_len=64, **settings)
+    tokens, _ = run(model, prompts, max_model_len=64, block_size=16, **settings)
     assert tokens == references
 
 
 def test_inductor_equals_generate() -> None:
     model, prompts, references = tiny.family("llama")
-    tokens, _ = run(model, prompts, compile=True, max_num_seqs=2, max_model_len=64, block_size=64)
+    tokens, _ = run(model, prompts, compile=True, max_num_seqs=2, max_model_len=64, block_size=16)
     assert tokens == references
 
 

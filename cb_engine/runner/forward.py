@@ -57,7 +57,7 @@ class ForwardTable:
         self._compiled_kinds = compiled_kinds
         self._compile_options = dict(compile_options)
         self._strict = strict
-        self._compiled: dict[Bucket, Forward] = {}
+        self._compiled: dict[tuple[StepKind, int, int], Forward] = {}  # by (kind, sequences, tokens)
         self._frozen = False
         self.coverage = Coverage()
 
@@ -85,9 +85,11 @@ class ForwardTable:
             return self._eager
         if bucket.kind not in self._compiled_kinds:
             return self._eager
-        if bucket not in self._compiled:
-            self._compiled[bucket] = self._compile(bucket)
-        return self._compiled[bucket]
+        # Attention is opaque to compiled code, so the width of the block tables is no part of its shape.
+        shape = (bucket.kind, bucket.num_seqs, bucket.num_tokens)
+        if shape not in self._compiled:
+            self._compiled[shape] = self._compile("_".join(map(str, shape)))
+        return self._compiled[shape]
 
     def freeze(self) -> None:
         """Warm-up is over: from now on an unknown shape is a miss."""
@@ -102,11 +104,11 @@ class ForwardTable:
             logger.warning("%s was not warmed up and runs eagerly; workload_hints that cover it avoid this", bucket)
         self.coverage.missed[bucket] += 1
 
-    def _compile(self, bucket: Bucket) -> Forward:
-        """Compiles a function of the bucket's own: torch keeps compiled code per code object and gives up on one
+    def _compile(self, shape: str) -> Forward:
+        """Compiles a function of the shape's own: torch keeps compiled code per code object and gives up on one
         with many shapes."""
         eager = self._eager
-        name = f"step_{bucket.kind}_{bucket.num_seqs}_{bucket.width}_{bucket.num_blocks}_{id(self):x}"
+        name = f"step_{shape}_{id(self):x}"
         own = types.FunctionType(
             eager.__code__.replace(co_name=name),
             eager.__globals__,

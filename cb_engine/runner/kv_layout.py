@@ -48,7 +48,8 @@ def size_groups(groups: Sequence[LayerGroup], config: ResolvedConfig) -> tuple[K
     if config.num_blocks is not None:
         return tuple(KVGroup(g.window, config.num_blocks + 1) for g in groups)
     per_seq = [_blocks_per_seq(g.window, config) for g in groups]
-    seqs = float(config.max_num_seqs)
+    # Hints tell what is likely, not what is allowed: one sequence of the maximum length has to fit too.
+    seqs = max(config.max_num_seqs, config.max_model_len / config.expected_model_len)
     for device in {layer.device for g in groups for layer in g.layers}:
         bytes_per_seq = sum(
             n * _bytes_per_block(g, device, config.block_size) for g, n in zip(groups, per_seq, strict=True)

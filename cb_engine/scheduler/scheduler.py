@@ -22,7 +22,7 @@ from cb_engine.scheduler.queue import WaitingQueue
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits of a step. `prefill_first` lets prompts use the budget before decodes do."""
+    """Limits of a step. `prefill_first` lets prompts under way use the budget before decodes do."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -153,23 +153,17 @@ class Scheduler:
         """Plans one step; an empty plan means that nothing can run now."""
         plan: dict[str, ScheduledRequest] = {}
         budget = self.config.max_num_batched_tokens
-        running = sorted(self._running, key=self._step_order)
         self._preempted_this_step = False
-        if self.config.prefill_first:
-            decodes = [r for r in running if r.num_remaining_tokens == 1]
-            budget = self._schedule_running(running[len(decodes) :], budget, plan)
-            budget = self._schedule_waiting(budget - len(decodes), plan) + len(decodes)
-            self._schedule_running(decodes, budget, plan)
-        else:
-            budget = self._schedule_running(running, budget, plan)
-            self._schedule_waiting(budget, plan)
+        budget = self._schedule_running(sorted(self._running, key=self._step_order), budget, plan)
+        self._schedule_waiting(budget, plan)
         scheduled = sorted(plan.values(), key=lambda s: (s.num_tokens > 1, s.request.sort_key))
         width = max((-(-s.end // self._blocks.block_size) for s in scheduled), default=0)
         tables = self._blocks.block_tables([s.request for s in scheduled], width)
         return SchedulerOutput(tuple(scheduled), tables, self._blocks.take_copies())
 
     def _step_order(self, request: Request) -> tuple[bool, tuple[int, int]]:
-        return (request.num_remaining_tokens > 1, request.sort_key)
+        is_prefill = request.num_remaining_tokens > 1
+        return (is_prefill != self.config.prefill_first, request.sort_key)
 
     def _schedule_running(self, requests: Sequence[Request], budget: int, plan: dict[str, ScheduledRequest]) -> int:
         """Gives running requests their next tokens; returns the budget that is left."""
