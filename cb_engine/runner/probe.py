@@ -172,10 +172,11 @@ def _innermost(model: nn.Module) -> nn.Module:
 
 
 def _input_device(model: nn.Module) -> torch.device:
-    hook = getattr(model, "_hf_hook", None)
-    device = getattr(hook, "execution_device", None)
-    if device is not None:
-        return torch.device(device)
+    """Where token ids go: where accelerate's hooks run the embedding, else where its weights are."""
     embeddings = getattr(_innermost(model), "get_input_embeddings", lambda: None)()
+    for module in (model, embeddings):
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
     tensor = next(iter((embeddings or model).parameters()), None)
     return torch.device("cpu") if tensor is None else tensor.device
