@@ -314,14 +314,16 @@ def test_a_request_that_cannot_grow_because_it_is_the_least_urgent_preempts_itse
 
 
 def test_a_victim_that_was_planned_already_leaves_the_plan():
-    rig = Rig(blocks=3)
-    rig.add(3, "late", priority=1)
+    rig = Rig(blocks=6, budget=8, chunk=4)
+    late = rig.add(2, "late", priority=1)
     rig.step()
-    rig.add(8, "urgent")
-    rig.step()
-    assert rig.scheduler.num_running == 2
-    # Decodes go in order of urgency, chunks after them: here late decodes within its block, then urgent needs a third.
-    assert rig.step() == {"urgent": (8, 1)}
+    rig.add(16, "urgent")
+    rig.add(8, "mid")
+    assert rig.step() == {"late": (2, 1), "urgent": (0, 4), "mid": (0, 3)}
+    assert rig.step() == {"late": (3, 1), "urgent": (4, 4), "mid": (3, 3)}
+    # All six blocks would be held once late has its second; then urgent, whose turn comes later, needs its third.
+    assert rig.step() == {"urgent": (8, 4), "mid": (6, 2)}
+    assert (late.status, late.output_token_ids) == (Status.PREEMPTED, [7, 7, 7])
 
 
 def test_a_request_that_outgrows_the_pool_alone_ends_with_a_named_length():

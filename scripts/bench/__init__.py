@@ -1,0 +1,1 @@
+"""Parts of the throughput benchmark: what is run, by which engine, measured how, printed how."""

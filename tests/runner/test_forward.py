@@ -1,0 +1,71 @@
+"""Warm-up covers what is used, and what it does not cover is said."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from fake_model import FakeModel, expected
+
+from cb_engine import Engine, EngineConfig, SamplingParams, ShapeNotWarmedError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
+
+
+def padded_engine(**changes: Any) -> Engine:
+    config = EngineConfig(block_size=4, pad_decode_batches=True, max_num_seqs=6, max_model_len=40, **changes)
+    return Engine(FakeModel(), config=config)
+
+
+def test_a_fuzzed_run_uses_only_warmed_shapes() -> None:
+    engine = padded_engine(strict_shapes=True, num_blocks=30, max_prefill_chunk=7)
+    progress: list[tuple[int, int]] = []
+    count = engine.warmup(lambda done, total: progress.append((done, total)))
+    # 1, 2, 4, 6 sequences times 1, 2, 4, 8, 10 blocks
+    assert count == 20 == len(engine.coverage.warmed)
+    assert progress == [(i, 20) for i in range(1, 21)]
+    rng = random.Random(0)
+    prompts = {}
+    for step in range(200):
+        if rng.random() < 0.3 and step < 150:
+            prompt = [rng.randrange(97) for _ in range(rng.randrange(1, 30))]
+            prompts[engine.add_request(prompt, GREEDY)[0]] = prompt
+        if rng.random() < 0.05 and prompts:
+            engine.abort(rng.choice(list(prompts)))
+        for output in engine.step():
+            wanted = expected(prompts[output.request_id], len(output.generated_tokens))
+            assert output.generated_tokens == wanted
+        engine.check()
+    assert engine.coverage.used <= engine.coverage.warmed
+    assert not engine.coverage.missed
+    assert engine.coverage.never_used == engine.coverage.warmed - engine.coverage.used
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_unknown_shape_is_an_error_or_a_counted_miss(strict: bool) -> None:
+    hints = {"max_prompt_length": 4, "max_generated_length": 4}
+    config = EngineConfig(block_size=4, pad_decode_batches=True, max_num_seqs=2, strict_shapes=strict)
+    engine = Engine(FakeModel(), config=config, hints=hints)
+    engine.warmup()
+    engine.add_request([1] * 12, GREEDY)
+    if strict:
+        with pytest.raises(ShapeNotWarmedError, match="workload_hints"):
+            while engine.has_work:
+                engine.step()
+        return
+    tokens: list[int] = []
+    while engine.has_work:
+        tokens = [t for o in engine.step() for t in o.generated_tokens]
+    assert tokens == expected([1] * 12, 9)
+    assert sum(engine.coverage.missed.values()) == 8, "every decode step"
+
+
+def test_an_unpadded_engine_has_nothing_to_warm() -> None:
+    engine = Engine(FakeModel(), config={"block_size": 4})
+    assert engine.warmup() == 0
+    engine.add_request([1], GREEDY)
+    while engine.has_work:
+        engine.step()
+    assert not engine.coverage.used
+    assert not engine.coverage.missed
