@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cb_engine import metrics
 from cb_engine.kv_cache.block_manager import BlockManager, KVGroup
 from cb_engine.metrics import StepClock, take_stats
 from cb_engine.request import Request
@@ -20,7 +20,7 @@ from cb_engine.scheduler.scheduler import Scheduler, SchedulerConfig
 def clock_at(monkeypatch):
     """Sets what `time.perf_counter` says to the metrics."""
     now = {"s": 0.0}
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now["s"])
+    monkeypatch.setattr("cb_engine.metrics.time", SimpleNamespace(perf_counter=lambda: now["s"]))
     return now
 
 

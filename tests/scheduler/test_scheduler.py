@@ -45,7 +45,9 @@ class Rig:
         self.plan = SchedulerOutput()
         self._arrivals = 0
 
-    def make(self, prompt: int | Sequence[int], name: str | None = None, max_tokens: int = 50, **params: Any) -> Request:
+    def make(
+        self, prompt: int | Sequence[int], name: str | None = None, max_tokens: int = 50, **params: Any
+    ) -> Request:
         """A request; `prompt` may be a length."""
         tokens = list(range(100, 100 + prompt)) if isinstance(prompt, int) else list(prompt)
         sampling = SamplingParams(**params)

@@ -333,4 +333,6 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None, derandomize=True, report_multiple_bugs=False)
+TestEngineMachine.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, derandomize=True, report_multiple_bugs=False
+)

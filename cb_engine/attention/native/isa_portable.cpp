@@ -1,4 +1,5 @@
-// The kernels for: baseline instructions of the target (SSE2 on x86-64, NEON on 64-bit ARM). build.py gives this file its compiler flags.
+// The kernels for: baseline instructions of the target (SSE2 on x86-64, NEON on 64-bit ARM).
+// build.py gives this file its compiler flags.
 #include "kernels.h"
 
 namespace cb_engine {

@@ -84,7 +84,8 @@ std::vector<int64_t> supported_isas() {
 
 // For the parity tests: all sets share one cache layout, so they may be switched at any time between calls.
 int64_t set_isa(int64_t isa) {
-  TORCH_CHECK_VALUE(kernel_set(isa) != nullptr, "instruction set ", isa, " is not available here; see supported_isas()");
+  TORCH_CHECK_VALUE(kernel_set(isa) != nullptr, "instruction set ", isa,
+                    " is not available here; see supported_isas()");
   return current_isa().exchange(isa);
 }
 
@@ -206,7 +207,8 @@ void make_units(const Job& job, const at::Tensor& query_start_loc, const at::Ten
     }
   }
   zero_rows(output, starts[num_requests], num_tokens);
-  std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return lens[a] != lens[b] ? lens[a] > lens[b] : a < b; });
+  std::sort(order.begin(), order.end(),
+            [&](int32_t a, int32_t b) { return lens[a] != lens[b] ? lens[a] > lens[b] : a < b; });
 
   for (const int32_t request : order) {
     const int64_t first = starts[request], past = lens[request] - (starts[request + 1] - first);
