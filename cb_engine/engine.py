@@ -237,6 +237,11 @@ class Engine:
         return self._runner.warmup(progress)
 
     @property
+    def num_shapes(self) -> int:
+        """Padded shapes that warm-up runs."""
+        return len(self._runner.buckets.all())
+
+    @property
     def coverage(self) -> Coverage:
         """Which padded shapes were warmed, used and missed."""
         return self._runner.coverage

@@ -182,9 +182,7 @@ class TestPromptLogprobs:  # 7
             assert entries[0] is None
             for position in range(1, len(prompt)):
                 own = {e.token_id: e.logprob for e in entries[position] or []}
-                assert own[prompt[position]] == pytest.approx(
-                    float(logprobs[position - 1, prompt[position]]), abs=1e-5
-                )
+                assert own[prompt[position]] == pytest.approx(float(logprobs[position - 1, prompt[position]]), abs=1e-5)
                 assert max(own.values()) == pytest.approx(float(logprobs[position - 1].max()), abs=1e-5)
             engine.add_request(prompt, GREEDY)
             run(engine)
@@ -478,7 +476,7 @@ class TestFailuresStayAlone:  # 16
 
     def test_a_bias_that_leaves_nothing(self) -> None:
         engine = Engine(FakeModel(), config={"block_size": 4})
-        nothing = {i: -math.inf for i in range(97)}
+        nothing = dict.fromkeys(range(97), -math.inf)
         engine.add_request([1], SamplingParams(logit_bias=nothing, max_tokens=3), request_id="none")
         engine.add_request([2], GREEDY, request_id="well")
         outputs = run(engine)

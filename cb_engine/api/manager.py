@@ -67,7 +67,8 @@ class ContinuousBatchingManager:
         """Runs every padded shape once, so that no request pays for compilation later."""
         if self.warmed_up:
             return
-        with tqdm(disable=not progress_bar, desc="Warming up", unit="shape") as bar:
+        nothing_to_do = not self.engine.num_shapes
+        with tqdm(disable=not progress_bar or nothing_to_do, desc="Warming up", unit="shape") as bar:
 
             def progress(done: int, total: int) -> None:
                 bar.total = total

@@ -69,10 +69,17 @@ class TestLife:
         assert engine() is None
 
     def test_an_error_in_the_block_aborts_the_work(self, model: Any) -> None:
-        with pytest.raises(KeyError), model.continuous_batching_context_manager() as manager:
-            manager.add_request([1, 2], request_id="long", sampling_params=LONG)
-            raise KeyError("the caller's own")
-        assert not manager.is_running()
+        managers: list[Any] = []
+
+        def use() -> None:
+            with model.continuous_batching_context_manager() as manager:
+                managers.append(manager)
+                manager.add_request([1, 2], request_id="long", sampling_params=LONG)
+                raise KeyError("the caller's own")
+
+        with pytest.raises(KeyError):
+            use()
+        assert not managers[0].is_running()
 
 
 class TestPause:

@@ -18,6 +18,13 @@ def padded_engine(**changes: Any) -> Engine:
     return Engine(FakeModel(), config=config)
 
 
+def run(engine: Engine) -> list[int]:
+    tokens: list[int] = []
+    while engine.has_work:
+        tokens = [t for o in engine.step() for t in o.generated_tokens]
+    return tokens
+
+
 def test_a_fuzzed_run_uses_only_warmed_shapes() -> None:
     engine = padded_engine(strict_shapes=True, num_blocks=30, max_prefill_chunk=7)
     progress: list[tuple[int, int]] = []
@@ -51,13 +58,9 @@ def test_an_unknown_shape_is_an_error_or_a_counted_miss(strict: bool) -> None:
     engine.add_request([1] * 12, GREEDY)
     if strict:
         with pytest.raises(ShapeNotWarmedError, match="workload_hints"):
-            while engine.has_work:
-                engine.step()
+            run(engine)
         return
-    tokens: list[int] = []
-    while engine.has_work:
-        tokens = [t for o in engine.step() for t in o.generated_tokens]
-    assert tokens == expected([1] * 12, 9)
+    assert run(engine) == expected([1] * 12, 9)
     assert sum(engine.coverage.missed.values()) == 8, "every decode step"
 
 

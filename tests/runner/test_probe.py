@@ -41,7 +41,11 @@ def test_layers_are_what_they_are() -> None:
 @pytest.mark.parametrize(
     ("config_name", "settings", "reason"),
     [
-        ("MambaConfig", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, "linear_attention"),
+        (
+            "MambaConfig",
+            {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+            "linear_attention",
+        ),
         ("DeepseekV3Config", {**SIZES, "num_key_value_heads": 4, **LATENT, **EXPERTS}, "MLA"),
         ("BloomConfig", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "BloomAttention"),
         ("FalconConfig", {k: v for k, v in SIZES.items() if k != "intermediate_size"}, "Falcon"),

@@ -93,9 +93,7 @@ def test_peft_adapters_are_followed(model: Any) -> None:
     for adapter in ("default", "other", "default"):
         wrapped.set_adapter(adapter)
         settings = {"block_size": 4}
-        output = next(
-            iter(wrapped.generate_batch([PROMPT], generation, settings, persistent_manager=True).values())
-        )
+        output = next(iter(wrapped.generate_batch([PROMPT], generation, settings, persistent_manager=True).values()))
         assert output.num_cached_tokens == 0, "no block of another adapter is hit"
         with torch.no_grad():
             assert output.generated_tokens == tiny.generate(wrapped, PROMPT, 6)

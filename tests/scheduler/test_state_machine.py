@@ -32,13 +32,31 @@ TEXTS = ((1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 4, 5, 1), (1, 2, 3, 1, 2, 5, 5, 4,
 SALTS = (None, "salt")
 MAX_STEPS_TO_DRAIN = 1500
 
+INDICES = st.sampled_from([None, None, 0, 1, 2, 3])  # of a request in a plan, modulo its length
+PROMPTS = st.builds(lambda text, length: text[:length], st.sampled_from(TEXTS), st.integers(1, 15))
+OPTIONS = st.fixed_dictionaries(
+    {
+        "n": st.integers(1, 3),
+        "max_tokens": st.integers(0, 12),
+        "min_tokens": st.integers(0, 4),
+        "priority": st.sampled_from([0, 0, -1, 1]),
+        "salt": st.sampled_from([None, None, *SALTS]),
+        "prompt_logprobs": st.sampled_from([None, None, None, 0]),
+    }
+)
+
 
 def next_token(tokens: Sequence[int], variant: int) -> int:
-    """The model: one of 1 .. 6, a function of all tokens and of the sample's variant."""
+    """The model: one of 1 .. 12, a function of all tokens and of the sample's variant."""
     state = variant
     for token in tokens:
         state = (state * 31 + token) % 1009
-    return state % 6 + 1
+    return state % 12 + 1
+
+
+def pick(requests: Sequence[Request], index: int | None) -> set[Request]:
+    """The one at `index`, or none."""
+    return set() if index is None or not requests else {requests[index % len(requests)]}
 
 
 @dataclass(frozen=True)
@@ -110,8 +128,8 @@ class EngineMachine(RuleBasedStateMachine):
         prefill_first=st.booleans(),
         block_size=st.sampled_from([2, 4]),
         window=st.sampled_from([3, 6]),
-        num_blocks=st.integers(5, 14),
-        seqs=st.integers(1, 5),
+        num_blocks=st.integers(7, 20),
+        seqs=st.integers(1, 6),
         budget=st.integers(5, 16),
         chunk=st.integers(2, 16),
     )
@@ -143,27 +161,25 @@ class EngineMachine(RuleBasedStateMachine):
 
     # ---- commands ------------------------------------------------------------------------------------------------
 
-    @rule(
-        text=st.sampled_from(TEXTS),
-        length=st.integers(1, 15),
-        n=st.integers(1, 3),
-        max_tokens=st.integers(0, 9),
-        min_tokens=st.integers(0, 2),
-        priority=st.sampled_from([0, 0, 0, -1, 1]),
-        salt=st.sampled_from([None, None, *SALTS]),
-        prompt_logprobs=st.sampled_from([None, None, None, 0]),
-    )
-    def add(self, text: tuple[int, ...], length: int, n: int, max_tokens: int, min_tokens: int, **params: Any) -> None:
-        if self.blocks.capacity_shortage(length + 1, self.chunk) is not None:
-            return  # the intake turns it away
-        params["cache_salt"] = params.pop("salt")
+    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=3), options=OPTIONS)
+    def add(self, prompts: list[tuple[int, ...]], options: dict[str, Any]) -> None:
+        """One call of a user: samples of several prompts."""
+        n, max_tokens = options["n"], options["max_tokens"]
+        params = SamplingParams(
+            min_tokens=min(options["min_tokens"], max_tokens),
+            priority=options["priority"],
+            cache_salt=options["salt"],
+            prompt_logprobs=options["prompt_logprobs"],
+        )
+        # The intake turns away what could never fit.
+        fitting = [p for p in prompts if self.blocks.capacity_shortage(len(p) + 1, self.chunk) is None]
         requests = []
-        for _ in range(n):
+        for prompt in [p for p in fitting for _ in range(n)]:
             number = len(self.requests)
             request = Request(
                 f"r{number}",
-                text[:length],
-                SamplingParams(min_tokens=min(min_tokens, max_tokens), max_tokens=max_tokens, **params),
+                prompt,
+                params,
                 max_tokens=max_tokens,
                 eos_token_ids=frozenset({EOS}),
                 stop_token_ids=frozenset({EOS}),
@@ -175,34 +191,41 @@ class EngineMachine(RuleBasedStateMachine):
         for request in requests:
             self.scheduler.add(request)
 
-    @rule(error=st.none() | st.integers(0, 9), failed=st.none() | st.integers(0, 9), gone=st.none() | st.integers(0, 9))
+    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=3), options=OPTIONS, count=st.integers(1, 3))
+    def add_and_step(self, prompts: list[tuple[int, ...]], options: dict[str, Any], count: int) -> None:
+        self.add(prompts, options)
+        self.steps(count)
+
+    @precondition(lambda self: self.scheduler.num_running)
+    @rule(error=INDICES, failed=INDICES, gone=INDICES)
     def eventful_step(self, error: int | None, failed: int | None, gone: int | None) -> None:
-        """A step in which requests may break, fail to sample or be aborted while it runs (indices into the plan)."""
+        """A step in which requests may break, fail to sample or be aborted while it runs."""
         self.step(error, failed, gone)
 
-    @rule(count=st.integers(1, 6))
+    @rule(count=st.integers(1, 4))
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.step()
 
-    @precondition(lambda self: self.requests)
-    @rule(pick=st.integers(0, 10**6))
-    def abort(self, pick: int) -> None:
-        self.scheduler.abort(self.requests[pick % len(self.requests)].request_id)
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(index=st.integers(0, 10**6), on_text=st.booleans())
+    def end_one(self, index: int, on_text: bool) -> None:
+        """Aborts any request, finished ones too, or ends a running one by a stop string."""
+        running = [r for r in self.requests if r.status is Status.RUNNING]
+        if on_text and running:
+            request = running[index % len(running)]
+            self.scheduler.stop_on_text(request, "text")
+            self.ends[request.request_id] += 1
+        else:
+            self.scheduler.abort(self.requests[index % len(self.requests)].request_id)
 
-    @precondition(lambda self: self.scheduler.num_running)
-    @rule(pick=st.integers(0, 10**6))
-    def stop_on_text(self, pick: int) -> None:
-        running = [r for r in self.scheduler.unfinished() if r.status is Status.RUNNING]
-        request = running[pick % len(running)]
-        self.scheduler.stop_on_text(request, "text")
-        self.ends[request.request_id] += 1
-
-    @rule(policy=st.sampled_from(["recompute", "continue", "abort"]))
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(policy=st.sampled_from(["recompute", "recompute", "continue", "continue", "abort"]))
     def change_weights(self, policy: Any) -> None:
         self.scheduler.change_weights(self.blocks.weight_version + 1, policy)
         self.shadow.forget_stopped()
 
+    @precondition(lambda self: self.blocks.num_cached_blocks)
     @rule()
     def reset_prefix_cache(self) -> None:
         self.blocks.reset_prefix_cache()
@@ -219,13 +242,14 @@ class EngineMachine(RuleBasedStateMachine):
             return
         assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
         assert len(plan.scheduled) <= self.scheduler.config.max_num_seqs
-        at = dict(enumerate(plan.scheduled))
-        errors = {at[i].request for i in (error,) if i in at}
-        failures = {at[i].request for i in (failed,) if i in at and at[i].samples} - errors
+        planned = [item.request for item in plan.scheduled]
+        sampling = [item.request for item in plan.scheduled if item.samples]
+        errors = pick(planned, error)
+        failures = pick(sampling, failed) - errors
         self.shadow.execute(plan, self.blocks.weight_version, errors | failures)
         output = self.model_output(plan, errors, failures)
-        if gone in at:
-            self.scheduler.abort(at[gone].request.request_id)
+        for request in pick(planned, gone):
+            self.scheduler.abort(request.request_id)
         for request in self.scheduler.update_from_output(plan, output):
             self.ends[request.request_id] += request.is_finished
         self.sound = True
@@ -268,6 +292,8 @@ class EngineMachine(RuleBasedStateMachine):
         for request in self.requests:
             assert self.ends[request.request_id] == request.is_finished
             assert request.num_computed_tokens <= request.num_tokens
+            if request.status in (Status.WAITING, Status.PREEMPTED):
+                assert request.num_computed_tokens == 0
             assert (request.finish_reason is not None) == request.is_finished
             assert len(request.weight_versions) == len(request.output_token_ids)
             assert len(request.output_token_ids) <= request.max_tokens
@@ -334,5 +360,5 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, derandomize=True, report_multiple_bugs=False
+    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True, report_multiple_bugs=False
 )
