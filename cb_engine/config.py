@@ -78,14 +78,25 @@ class EngineConfig:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, allowed))}")
-        if self.max_memory_percent is not None and not 0 < self.max_memory_percent <= 1:
+        percent = self.max_memory_percent
+        if percent is not None and (isinstance(percent, bool) or not isinstance(percent, int | float)):
+            raise TypeError(f"max_memory_percent must be a number or None, not {percent!r}")
+        if percent is not None and not 0 < percent <= 1:
             raise ValueError(f"max_memory_percent={self.max_memory_percent} must be in (0, 1]: it is a share")
         if isinstance(self.max_queue_size, bool) or not isinstance(self.max_queue_size, int) or self.max_queue_size < 0:
             raise ValueError(f"max_queue_size={self.max_queue_size!r} must be 0 (unlimited) or positive")
+        if not isinstance(self.compile_options, Mapping):
+            raise TypeError(f"compile_options must be a dict of torch.compile arguments, not {self.compile_options!r}")
+        unknown = self.compile_options.keys() - _COMPILE_OPTIONS
+        if unknown:
+            raise ValueError(
+                f"compile_options has an unknown key {sorted(unknown)[0]!r}; known ones: {', '.join(_COMPILE_OPTIONS)}"
+            )
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise TypeError(f"seed must be an integer or None, not {self.seed!r}")
 
 
+_COMPILE_OPTIONS = ("backend", "mode", "fullgraph", "options")  # shapes are static: `dynamic` is not a choice
 _POSITIVE = (
     "block_size",
     "num_blocks",
@@ -116,15 +127,6 @@ _RENAMED = {
     "max_requests_per_batch": "max_num_seqs",
     "allow_block_sharing": "enable_prefix_caching",
 }
-_SAME = (
-    "block_size",
-    "num_blocks",
-    "max_memory_percent",
-    "scheduler_type",
-    "max_queue_size",
-    "return_logprobs",
-    "seed",
-)
 # transformers' fields that describe its own machinery. At these values nothing is asked of ours; at others something
 # is asked that this engine does not have, and saying so beats pretending.
 _MOOT: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -193,11 +195,17 @@ def _translate_names(given: dict[str, Any]) -> Translated:
         if name in known:
             ours[name] = value
         elif name in _RENAMED:
+            if given.get(_RENAMED[name], value) != value:
+                raise ValueError(
+                    f"{name}={value!r} and {_RENAMED[name]}={given[_RENAMED[name]]!r} are the same setting"
+                )
             ours[_RENAMED[name]] = value
         elif name in _MOOT:
             if value not in _MOOT[name][0]:
                 raise ValueError(f"{name}={value!r} is not available: {_MOOT[name][1]}")
         elif name == "max_blocks_per_request":
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise ValueError(f"max_blocks_per_request={value!r} must be None, 0 (no fast path) or positive")
             if value == 0:
                 ours["decode_fast_path"] = False
             width = value or None
@@ -225,7 +233,7 @@ def _translate_compile(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _compile_options(config: object) -> dict[str, Any]:
     raw = dict(config) if isinstance(config, Mapping) else asdict(config)  # type: ignore[call-overload]
-    return {k: v for k, v in raw.items() if k in ("fullgraph", "backend", "mode", "options") and v is not None}
+    return {k: v for k, v in raw.items() if k in _COMPILE_OPTIONS and v is not None}
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,9 @@ class GenerationSettings:
         """
         base = given if given is not None else model_config
         config = GenerationConfig() if base is None else GenerationConfig.from_dict(base.to_dict())
+        fields = config.to_dict()
         for name, value in overrides.items():
-            if name.startswith("_") or not hasattr(config, name):
+            if name.startswith("_") or name not in fields:
                 raise TypeError(f"unexpected argument {name!r}: neither generate_batch nor GenerationConfig has it")
             setattr(config, name, value)
         if given is not None and model_config is not None and config.eos_token_id is None:

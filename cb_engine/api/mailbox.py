@@ -6,6 +6,7 @@ for the next output of anybody, or of one id; ids that an iterator has claimed a
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -21,8 +22,9 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._boxes: dict[str, deque[GenerationOutput]] = {}
-        self._order: deque[str] = deque()  # an id per output for anybody, oldest first; taken ones are skipped
+        self._numbers = itertools.count()
+        self._boxes: dict[str, deque[tuple[int, GenerationOutput]]] = {}  # numbered in order of arrival
+        self._order: dict[int, str] = {}  # number -> id of the outputs that anybody may take, oldest first
         self._sinks: dict[str, Sink] = {}
         self._claimed: set[str] = set()
         self._open: set[str] = set()  # ids whose terminal output nobody has taken yet
@@ -49,8 +51,8 @@ class Mailbox:
         with self._changed:
             self._require_open(request_id)
             self._sinks[request_id] = sink
-            waiting = self._boxes.pop(request_id, deque())
-            for output in waiting:
+            self._take_out_of_order(request_id)
+            for _, output in self._boxes.pop(request_id, ()):
                 self._hand_over(sink, output)
 
     def claim(self, request_id: str) -> None:
@@ -58,6 +60,7 @@ class Mailbox:
         with self._changed:
             self._require_open(request_id)
             self._claimed.add(request_id)
+            self._take_out_of_order(request_id)
 
     def deliver(self, outputs: Iterable[GenerationOutput]) -> None:
         """Puts outputs where they belong; called by the engine thread."""
@@ -67,8 +70,10 @@ class Mailbox:
                 if sink is not None:
                     self._hand_over(sink, output)
                     continue
-                self._boxes.setdefault(output.request_id, deque()).append(output)
-                self._order.append(output.request_id)
+                number = next(self._numbers)
+                self._boxes.setdefault(output.request_id, deque()).append((number, output))
+                if output.request_id not in self._claimed:
+                    self._order[number] = output.request_id
             self._changed.notify_all()
 
     def take(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
@@ -81,7 +86,8 @@ class Mailbox:
         with self._changed:
             while True:
                 output = self._next(request_id)
-                if output is not None or self._closed:
+                gone = request_id is not None and request_id not in self._open  # another reader has taken its end
+                if output is not None or self._closed or gone:
                     return output
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
@@ -101,7 +107,7 @@ class Mailbox:
     def undelivered_ids(self) -> list[str]:
         """Open ids that no terminal output waits for."""
         with self._changed:
-            waiting = {i for i, box in self._boxes.items() if box[-1].is_finished()}
+            waiting = {i for i, box in self._boxes.items() if box[-1][1].is_finished()}
             return [i for i in self._open if i not in waiting]
 
     def withdraw(self, request_ids: Iterable[str]) -> None:
@@ -125,30 +131,21 @@ class Mailbox:
 
     def _next(self, request_id: str | None) -> GenerationOutput | None:
         if request_id is None:
-            request_id = self._oldest_unclaimed()
+            request_id = next(iter(self._order.values()), None)
         box = self._boxes.get(request_id) if request_id is not None else None
         if not box or request_id is None:
             return None
-        output = box.popleft()
+        number, output = box.popleft()
+        self._order.pop(number, None)
         if not box:
             del self._boxes[request_id]
         if output.is_finished():
             self._forget(request_id)
         return output
 
-    def _oldest_unclaimed(self) -> str | None:
-        kept: list[str] = []
-        found: str | None = None
-        while self._order and found is None:
-            candidate = self._order.popleft()
-            if candidate not in self._boxes:
-                continue  # taken by its own id before
-            if candidate in self._claimed:
-                kept.append(candidate)
-            else:
-                found = candidate
-        self._order.extendleft(reversed(kept))
-        return found
+    def _take_out_of_order(self, request_id: str) -> None:
+        for number, _ in self._boxes.get(request_id, ()):
+            self._order.pop(number, None)
 
     def _hand_over(self, sink: Sink, output: GenerationOutput) -> None:
         if output.is_finished():

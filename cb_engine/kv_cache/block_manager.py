@@ -130,21 +130,22 @@ class BlockManager:
         """
         for group in self._groups:
             needed = -(-num_tokens // self.block_size)
-            if group.window is not None:  # the window behind the chunk, the chunk, and a partial block at each end
-                needed = min(needed, (group.window - 1 + min(chunk, num_tokens)) // self.block_size + 2)
+            if group.window is not None:
+                needed = min(needed, self._window_blocks(group.window, min(num_tokens, chunk)))
             if needed > group.pool.num_usable:
                 return needed, group.pool.num_usable
         return None
 
-    def has_room_for(self, num_tokens: int, reserve: int, shared: SharedPrefix | None = None) -> bool:
-        """Whether `num_tokens` more tokens, beyond `shared`, fit now and leave `reserve` blocks in every group."""
+    def has_room_for(self, num_tokens: int, chunk: int, reserve: int, shared: SharedPrefix | None = None) -> bool:
+        """Whether `num_tokens` more tokens, computed `chunk` a step, fit beyond `shared` and leave `reserve` blocks
+        in every group."""
         for index, group in enumerate(self._groups):
             table = shared.tables[index] if shared else ()
             total = -(-((shared.num_tokens if shared else 0) + num_tokens) // self.block_size)
             revived = sum(group.pool.is_evictable(b) for b in table)
             needed = total - len(table) + revived
             if group.window is not None:
-                needed = min(needed, (group.window + num_tokens) // self.block_size + 2)
+                needed = min(needed, self._window_blocks(group.window, min(num_tokens, chunk)))
             room = group.pool.num_available - needed
             # A pool smaller than the reserve must still admit somebody when it is idle.
             if room < 0 or (room < reserve and group.pool.num_live > 0):
@@ -179,9 +180,12 @@ class BlockManager:
         """The source's blocks that hold its first `num_tokens` tokens, for a sibling with the same ones.
 
         Returns:
-            None if a window group of the source has already given back a block that the sibling would see.
+            None if a window group of the source has already given back a block that the sibling would see, or if the
+            source's blocks were computed under older weights.
         """
         holding = self._holdings[source.request_id]
+        if not holding.cacheable:
+            return None
         end = -(-num_tokens // self.block_size)
         tables: list[tuple[int, ...]] = []
         for group, table in zip(self._groups, holding.tables, strict=True):
@@ -236,12 +240,15 @@ class BlockManager:
                     group.pool.insert(table[i], request.block_hashes[i], parent, tokens)
         holding.num_hashed_blocks = num_full
 
-    def free(self, request: Request) -> None:
-        """Takes back everything the request holds; full blocks it has cached stay findable."""
+    def free(self, request: Request, *, forget: bool = False) -> None:
+        """Takes back everything the request holds. Full blocks it has cached stay findable, unless `forget` says that
+        their content is not to be trusted."""
         holding = self._holdings.pop(request.request_id, None)
         if holding is None:
             return
         for group, table in zip(self._groups, holding.tables, strict=True):
+            if forget:
+                group.pool.forget(table)
             group.pool.release(table)
             group.dense[holding.row, : len(table)] = NULL_BLOCK_ID
         self._free_rows.append(holding.row)
@@ -330,6 +337,10 @@ class BlockManager:
                 group.pool.release([table[last]])
                 table[last] = NULL_BLOCK_ID
                 group.dense[holding.row, last] = NULL_BLOCK_ID
+
+    def _window_blocks(self, window: int, chunk: int) -> int:
+        """Blocks for the window behind a chunk, the chunk, and a partial block at each end."""
+        return (window - 1 + chunk) // self.block_size + 2
 
     def _root(self, request: Request) -> bytes:
         return root_hash(self._weight_version, request.sampling_params.cache_salt)

@@ -111,6 +111,11 @@ class BlockPool:
             return None
         return block.block_id
 
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Makes held blocks unfindable; whoever holds them goes on."""
+        for block_id in block_ids:
+            self._forget(self._blocks[block_id])
+
     def drop_cache(self) -> None:
         """Forgets all cached content; held blocks stay held."""
         for block in list(self._by_hash.values()):

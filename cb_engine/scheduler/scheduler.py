@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cb_engine.config import RunningPolicy
 from cb_engine.kv_cache.block_manager import BlockManager, SharedPrefix
@@ -40,6 +40,27 @@ class SchedulerCounters:
     generated_tokens: int = 0
 
 
+@dataclass
+class _Draft:
+    """A step being planned."""
+
+    budget: int  # tokens that may still be added
+    items: dict[str, ScheduledRequest] = field(default_factory=dict)
+    preempted: bool = False
+
+    def add(self, item: ScheduledRequest) -> None:
+        """Takes a request in."""
+        self.items[item.request.request_id] = item
+        self.budget -= item.num_tokens
+
+    def drop(self, request: Request) -> None:
+        """Takes a preempted request out again, if it was in."""
+        self.preempted = True
+        item = self.items.pop(request.request_id, None)
+        if item is not None:
+            self.budget += item.num_tokens
+
+
 class Scheduler:
     """Invariant: a request is waiting (no blocks), running (a row and blocks) or finished (forgotten)."""
 
@@ -51,7 +72,6 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[Request] = []
         self._ended_outside_step: list[Request] = []
-        self._preempted_this_step = False
 
     # ---- questions -------------------------------------------------------------------------------------------
 
@@ -112,7 +132,7 @@ class Scheduler:
             return
         if request.status is Status.RUNNING:
             self._running.remove(request)
-            self._blocks.free(request)
+            self._blocks.free(request, forget=reason == "error")  # what failed is never hit again
         else:
             self._waiting.remove(request)
         del self._requests[request.request_id]
@@ -138,7 +158,7 @@ class Scheduler:
         """The weights are new from the next step on. What happens to running requests is the caller's choice:
         recompute their KV, continue on the old KV, or abort them."""
         if running == "abort":
-            for request in list(self._running):
+            for request in [r for r in self._requests.values() if r.status is not Status.WAITING]:
                 self.abort(request.request_id)
         elif running == "recompute":
             for request in list(self._running):
@@ -151,12 +171,11 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plans one step; an empty plan means that nothing can run now."""
-        plan: dict[str, ScheduledRequest] = {}
-        budget = self.config.max_num_batched_tokens
-        self._preempted_this_step = False
-        budget = self._schedule_running(sorted(self._running, key=self._step_order), budget, plan)
-        self._schedule_waiting(budget, plan)
-        scheduled = sorted(plan.values(), key=lambda s: (s.num_tokens > 1, s.request.sort_key))
+        draft = _Draft(self.config.max_num_batched_tokens)
+        self._schedule_running(draft)
+        if not draft.preempted:  # taking newcomers in would only preempt again
+            self._schedule_waiting(draft)
+        scheduled = sorted(draft.items.values(), key=lambda s: (s.num_tokens > 1, s.request.sort_key))
         width = max((-(-s.end // self._blocks.block_size) for s in scheduled), default=0)
         tables = self._blocks.block_tables([s.request for s in scheduled], width)
         return SchedulerOutput(tuple(scheduled), tables, self._blocks.take_copies())
@@ -165,30 +184,35 @@ class Scheduler:
         is_prefill = request.num_remaining_tokens > 1
         return (is_prefill != self.config.prefill_first, request.sort_key)
 
-    def _schedule_running(self, requests: Sequence[Request], budget: int, plan: dict[str, ScheduledRequest]) -> int:
-        """Gives running requests their next tokens; returns the budget that is left."""
-        for request in requests:
-            num_tokens = min(request.num_remaining_tokens, budget, self.config.max_prefill_chunk)
+    def _schedule_running(self, draft: _Draft) -> None:
+        """Gives running requests their next tokens."""
+        for request in sorted(self._running, key=self._step_order):
+            num_tokens = min(request.num_remaining_tokens, draft.budget, self.config.max_prefill_chunk)
             if request.status is not Status.RUNNING or num_tokens <= 0:
                 continue  # preempted by an earlier one in this very loop, or no budget left
-            if self._make_room(request, num_tokens, plan):
-                plan[request.request_id] = ScheduledRequest(request, request.num_computed_tokens, num_tokens)
-                budget -= num_tokens
-        return budget
+            num_tokens = self._make_room(request, num_tokens, draft)
+            if num_tokens:
+                draft.add(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
 
-    def _make_room(self, request: Request, num_tokens: int, plan: dict[str, ScheduledRequest]) -> bool:
-        """Allocates for a running request, preempting others as long as it takes, itself at the last."""
+    def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> int:
+        """Allocates for a running request, preempting others as long as it takes, itself at the last.
+
+        Returns:
+            the tokens it got room for: fewer than asked if it is alone and the pool holds no more, 0 if it must stop.
+        """
         while not self._blocks.allocate(request, num_tokens):
+            if len(self._running) == 1:
+                num_tokens //= 2
+                if not num_tokens:
+                    self._end_for_lack_of_blocks(request)
+                    return 0
+                continue
             victim = max(self._running, key=lambda r: r.sort_key)
-            if victim is request and len(self._running) == 1:
-                self.finish(request, "length", "kv_cache_capacity")
-                self._ended_outside_step.append(request)
-                return False
-            plan.pop(victim.request_id, None)
+            draft.drop(victim)
             self._preempt(victim)
             if victim is request:
-                return False
-        return True
+                return 0
+        return num_tokens
 
     def _preempt(self, request: Request) -> None:
         self._blocks.free(request)
@@ -196,52 +220,62 @@ class Scheduler:
         request.status = Status.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
-        self._preempted_this_step = True
         self.counters.num_preemptions += 1
         self._waiting.push(request)
 
-    def _schedule_waiting(self, budget: int, plan: dict[str, ScheduledRequest]) -> int:
-        """Admits waiting requests in order while sequences, budget and blocks last; returns the budget left."""
-        if self._preempted_this_step:
-            return budget  # taking newcomers in would only preempt again
+    def _end_for_lack_of_blocks(self, request: Request) -> None:
+        """Ends a request that is alone and still has not enough blocks for one more token."""
+        self.finish(request, "length", "kv_cache_capacity")
+        self._ended_outside_step.append(request)
+
+    def _schedule_waiting(self, draft: _Draft) -> None:
+        """Admits waiting requests in order while sequences, budget and blocks last."""
         reserve = len(self._running)
         for request in self._waiting:
-            if budget <= 0 or len(self._running) >= self.config.max_num_seqs:
+            if draft.budget <= 0 or len(self._running) >= self.config.max_num_seqs:
                 break
             group = request.fork_group
             source = group.source() if group else None
             if group is not None and source is None and group.prefill_under_way():
                 continue  # a sibling is computing this very prompt
-            num_tokens = self._admit(request, source, budget, reserve)
+            num_tokens = self._admit(request, source, draft.budget, reserve)
             if num_tokens == 0:
                 break  # whoever is first in line goes first: no overtaking by smaller requests
-            plan[request.request_id] = ScheduledRequest(request, request.num_computed_tokens, num_tokens)
-            budget -= num_tokens
-        return budget
+            draft.add(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
 
     def _admit(self, request: Request, source: Request | None, budget: int, reserve: int) -> int:
         """Starts a waiting request; returns the tokens it computes in this step, 0 if it has to wait.
 
         It must fit whole, not only with its first chunk, and every running request must be able to grow by a
-        block: otherwise its admission would be paid with a preemption a few steps later.
+        block: otherwise its admission would be paid with a preemption a few steps later. A request that would be
+        alone takes what there is, in smaller chunks if need be.
         """
         shared = self._shared_prefix(request, source)
         known = shared.num_tokens if shared else 0
         remaining = request.num_tokens - known
-        if not self._blocks.has_room_for(remaining, reserve, shared):
+        chunk = self.config.max_prefill_chunk
+        if self._running and not self._blocks.has_room_for(remaining, chunk, reserve, shared):
             return 0
-        num_tokens = min(remaining, budget, self.config.max_prefill_chunk)
-        if not self._blocks.allocate(request, num_tokens, shared):
-            return 0
+        num_tokens = min(remaining, budget, chunk)
+        while not self._blocks.allocate(request, num_tokens, shared):
+            if self._running:
+                return 0
+            num_tokens //= 2
+            if not num_tokens:
+                self._end_for_lack_of_blocks(request)
+                return 0
+        self._start(request, known)
+        return num_tokens
+
+    def _start(self, request: Request, num_known_tokens: int) -> None:
         self._waiting.remove(request)
         self._running.append(request)
         if request.status is Status.WAITING:
-            request.num_cached_tokens = known
+            request.num_cached_tokens = num_known_tokens
             request.first_scheduled_time = time.perf_counter()
-            self.counters.prefix_hit_tokens += known
+            self.counters.prefix_hit_tokens += num_known_tokens
         request.status = Status.RUNNING
-        request.num_computed_tokens = known
-        return num_tokens
+        request.num_computed_tokens = num_known_tokens
 
     def _shared_prefix(self, request: Request, source: Request | None) -> SharedPrefix | None:
         fresh = request.status is Status.WAITING

@@ -146,14 +146,14 @@ def test_capacity_shortage_of_a_window_group_counts_window_and_chunk_only():
 
 def test_room_counts_free_blocks_and_keeps_the_reserve():
     manager = make_manager(blocks=4)
-    assert manager.has_room_for(16, reserve=0)
-    assert not manager.has_room_for(17, reserve=0)
-    assert manager.has_room_for(16, reserve=3)  # an idle pool admits whatever the reserve
+    assert manager.has_room_for(16, chunk=100, reserve=0)
+    assert not manager.has_room_for(17, chunk=100, reserve=0)
+    assert manager.has_room_for(16, chunk=100, reserve=3)  # an idle pool admits whatever the reserve
     request = make_request(range(4))
     assert run(manager, request, 4)
-    assert manager.has_room_for(12, reserve=0)
-    assert manager.has_room_for(8, reserve=1)
-    assert not manager.has_room_for(12, reserve=1)
+    assert manager.has_room_for(12, chunk=100, reserve=0)
+    assert manager.has_room_for(8, chunk=100, reserve=1)
+    assert not manager.has_room_for(12, chunk=100, reserve=1)
 
 
 def test_a_block_that_a_hit_revives_is_not_room_twice():
@@ -162,8 +162,8 @@ def test_a_block_that_a_hit_revives_is_not_room_twice():
     shared = manager.match_prefix(make_request(range(13)))
     assert shared is not None
     assert shared.num_tokens == 8
-    assert manager.has_room_for(4, reserve=0, shared=shared)  # two revived and one new
-    assert not manager.has_room_for(5, reserve=0, shared=shared)
+    assert manager.has_room_for(4, chunk=100, reserve=0, shared=shared)  # two revived and one new
+    assert not manager.has_room_for(5, chunk=100, reserve=0, shared=shared)
     late = make_request(range(13))
     assert not manager.allocate(late, 5, shared)
     assert manager.num_live_blocks == 0
@@ -171,7 +171,7 @@ def test_a_block_that_a_hit_revives_is_not_room_twice():
     manager.check()
 
 
-def test_a_long_prompt_has_room_in_a_window_pool_of_the_size_that_capacity_asks_for():
+def test_a_long_prompt_runs_in_a_window_pool_of_the_size_that_capacity_asks_for():
     # Chunks of 8 under a window of 8 never hold more than 5 blocks, and `capacity_shortage` says that 5 suffice.
     manager = make_manager((None, 8), blocks=(16, 5))
     assert manager.capacity_shortage(48, chunk=8) is None

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -129,6 +130,7 @@ class EngineMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([2, 4]),
         window=st.sampled_from([3, 6]),
         num_blocks=st.integers(7, 20),
+        num_window_blocks=st.integers(4, 20),
         seqs=st.integers(1, 6),
         budget=st.integers(5, 16),
         chunk=st.integers(2, 16),
@@ -140,6 +142,7 @@ class EngineMachine(RuleBasedStateMachine):
         block_size: int,
         window: int,
         num_blocks: int,
+        num_window_blocks: int,
         seqs: int,
         budget: int,
         chunk: int,
@@ -147,7 +150,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.chunk = min(chunk, budget)
         windows = (None, window)
         self.blocks = BlockManager(
-            [KVGroup(w, num_blocks + 1) for w in windows],
+            [KVGroup(None, num_blocks + 1), KVGroup(window, num_window_blocks + 1)],
             block_size=block_size,
             max_num_seqs=seqs,
             max_model_len=64,
@@ -358,7 +361,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.blocks.num_live_blocks == 0
 
 
-TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine = pytest.mark.timeout(600)(EngineMachine.TestCase)  # it takes seconds; shrinking a failure, minutes
 TestEngineMachine.settings = settings(
     max_examples=120, stateful_step_count=40, deadline=None, derandomize=True, report_multiple_bugs=False
 )
