@@ -34,6 +34,8 @@ class EngineConfig:
         compile: compile the decode steps with `torch.compile`.
         compile_prefill: compile the other steps too.
         compile_options: keyword arguments for `torch.compile` (backend, mode, fullgraph, options).
+        pack_weights: keep a copy of linear weights in the layout of the CPU's matrix kernels (bf16 only, uncompiled);
+            None does so if memory allows.
         strict_shapes: a padded shape that warm-up has not run is an error rather than run eagerly.
         attention_backend: "torch", "native", or "auto": native where it can be built.
         scheduler_type: "fifo" lets decodes go first, "prefill_first" lets prompts.
@@ -56,6 +58,7 @@ class EngineConfig:
     compile: bool = False
     compile_prefill: bool = False
     compile_options: Mapping[str, Any] = field(default_factory=dict)
+    pack_weights: bool | None = None
     strict_shapes: bool = False
     attention_backend: Literal["auto", "torch", "native"] = "auto"
     scheduler_type: SchedulerType = "fifo"
@@ -105,7 +108,7 @@ _POSITIVE = (
     "max_prefill_chunk",
     "max_model_len",
 )
-_OPTIONAL_FLAGS = ("decode_fast_path", "pad_decode_batches")
+_OPTIONAL_FLAGS = ("decode_fast_path", "pad_decode_batches", "pack_weights")
 _FLAGS = (
     *_OPTIONAL_FLAGS,
     "enable_prefix_caching",
@@ -255,6 +258,7 @@ class ResolvedConfig:
     compile: bool
     compile_prefill: bool
     compile_options: Mapping[str, Any]
+    pack_weights: bool | None
     strict_shapes: bool
     attention_backend: str
     scheduler_type: SchedulerType
@@ -326,6 +330,8 @@ def resolve_config(
         compile=config.compile,
         compile_prefill=config.compile_prefill,
         compile_options=config.compile_options,
+        # The packed product is opaque to the compiler, which packs constants itself.
+        pack_weights=False if config.compile or config.compile_prefill else config.pack_weights,
         strict_shapes=config.strict_shapes,
         attention_backend=config.attention_backend,
         scheduler_type=config.scheduler_type,

@@ -266,19 +266,20 @@ class Engine:
         seen = fingerprint(self._model)
         if seen == self._fingerprint:
             return False
-        rebuild = [t[:2] for t in seen.tensors] != [t[:2] for t in self._fingerprint.tensors]
-        if rebuild or seen.structure != self._fingerprint.structure:
-            shadow = make_shadow(self._model)
-            if profile_model(self._model, shadow) != self._profile:
+        replaced = [t[:2] for t in seen.tensors] != [t[:2] for t in self._fingerprint.tensors]
+        if replaced or seen.structure != self._fingerprint.structure:
+            if profile_model(self._model, make_shadow(self._model)) != self._profile:
                 raise EngineError("the model's attention layers changed; make a new engine (a new manager) for it")
-            self._runner.replace_shadow(shadow)
+            self._runner.replace_shadow(make_shadow(self._model))
         self._fingerprint = seen
         self.weights_changed()
         return True
 
     def weights_changed(self) -> None:
-        """Starts a new weight version: nothing cached so far is hit any more, running requests follow
-        `running_on_weight_change`. On the engine thread only."""
+        """Starts a new weight version: packed copies are made anew, nothing cached so far is hit any more, running
+        requests follow `running_on_weight_change`. On the engine thread only."""
+        if self._runner.packed_bytes:
+            self._runner.replace_shadow(make_shadow(self._model))
         self._scheduler.change_weights(self.weight_version + 1, self.config.running_on_weight_change)
 
     def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import byte_tokenizer
 import pytest
 import tiny
+import torch
 from fake_model import FakeModel, expected
 from scripted_model import ScriptedModel
 
@@ -205,6 +206,13 @@ def check_compile(name: str, expected_kinds: set[StepKind]) -> None:
     assert {b.kind for b in engine.coverage.used} == expected_kinds
 
 
+def check_pack_weights() -> None:
+    model = tiny.make_model("llama").to(torch.bfloat16)
+    sizes = [engine_of(model, pack_weights=wanted)._runner.packed_bytes for wanted in (True, False)]
+    assert (sizes[0] > 0) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert sizes[1] == 0
+
+
 def check_strict_shapes() -> None:
     hints: WorkloadHints = {"max_prompt_length": 4, "max_generated_length": 4, "num_requests": 1}
     for strict in (False, True):
@@ -276,6 +284,7 @@ ENGINE: dict[str, Callable[[], None]] = {
     "compile": lambda: check_compile("compile", {StepKind.DECODE}),
     "compile_prefill": lambda: check_compile("compile_prefill", {StepKind.PREFILL}),
     "compile_options": lambda: check_compile("compile", {StepKind.DECODE}),
+    "pack_weights": check_pack_weights,
     "strict_shapes": check_strict_shapes,
     "attention_backend": check_attention_backend,
     "scheduler_type": check_scheduler_type,

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
 
+from cb_engine.device import release_idle_workers
 from cb_engine.engine import Call, Command, Engine
 from cb_engine.errors import EngineError, EngineStoppedError
 from cb_engine.outputs import GenerationOutput
@@ -68,6 +69,7 @@ class EngineThread:
             if self.is_running:
                 return
             self._stopping = False
+            release_idle_workers()
             self._thread = threading.Thread(target=self._run, name="cb_engine", daemon=True)
             self._thread.start()
 
@@ -166,6 +168,7 @@ class EngineThread:
             logger.exception("the engine failed")
             failure = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
             failure.__cause__ = failure.__cause__ or error
+        release_idle_workers()
         with self._state:
             self._failure = self._failure or failure
             self._stopping = True

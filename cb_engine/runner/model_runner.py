@@ -26,6 +26,7 @@ from cb_engine.runner.forward import Coverage, ForwardTable
 from cb_engine.runner.input_batch import InputBatch, make_input_batch, prompt_logprob_rows
 from cb_engine.runner.kv_layout import LayerGroup, layer_spec
 from cb_engine.runner.logprobs import candidate_entries, prompt_entries
+from cb_engine.runner.packing import pack_linears
 from cb_engine.runner.probe import ModelProfile
 from cb_engine.runner.step import PagedStep
 from cb_engine.sampling import Sampler, SamplingState
@@ -64,6 +65,7 @@ class ModelRunner:
             pads_decode=config.pads_decode,
             pads_prefill=config.pads_prefill,
         )
+        self.packed_bytes = 0  # memory that packed copies of weights take
         self._forwards = self._make_forwards(shadow)
         self._caches: dict[int, KVCache] = {}
         with torch.inference_mode():
@@ -73,7 +75,9 @@ class ModelRunner:
                     self._caches[layer.layer_idx] = backend.allocate(spec, pool.num_blocks, layer.device)
 
     def _make_forwards(self, shadow: nn.Module) -> ForwardTable:
+        """Packs the shadow's weights if that helps, and makes the callables over it."""
         config = self._config
+        self.packed_bytes = pack_linears(shadow, config.pack_weights)
         compiled = [StepKind.DECODE] * config.compile + [StepKind.PREFILL] * config.compile_prefill
         return ForwardTable(
             shadow,
