@@ -50,7 +50,7 @@ def pack_linears(shadow: nn.Module, wanted: bool | None) -> int:
         (parent, name, child)
         for parent in shadow.modules()
         for name, child in parent.named_children()
-        if _can_be_packed(child)
+        if isinstance(child, nn.Linear) and _can_be_packed(child)
     ]
     size = sum(linear.weight.numel() * linear.weight.itemsize for linear in {c for _, _, c in places})
     if wanted is None and size * _KEEP_FREE > free_memory(torch.device("cpu")):
@@ -63,7 +63,7 @@ def pack_linears(shadow: nn.Module, wanted: bool | None) -> int:
     return size
 
 
-def _can_be_packed(module: nn.Module) -> bool:
+def _can_be_packed(module: nn.Linear) -> bool:
     """A plain bf16 linear layer on the CPU that nobody has hooked into or wrapped."""
     return (
         type(module) is nn.Linear
