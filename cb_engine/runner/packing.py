@@ -44,7 +44,7 @@ def pack_linears(shadow: nn.Module, wanted: bool | None) -> int:
     Returns:
         the bytes that the packed copies take.
     """
-    if wanted is False or not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if wanted is False or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return 0
     places = [
         (parent, name, child)
