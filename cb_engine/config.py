@@ -95,6 +95,13 @@ class EngineConfig:
             raise ValueError(
                 f"compile_options has an unknown key {sorted(unknown)[0]!r}; known ones: {', '.join(_COMPILE_OPTIONS)}"
             )
+        if self.compile_options.get("mode") in ("reduce-overhead", "max-autotune"):
+            raise ValueError(
+                f"compile_options mode={self.compile_options['mode']!r} captures graphs around attention, whose inputs "
+                "change every step; use 'default' or 'max-autotune-no-cudagraphs'"
+            )
+        if self.pack_weights and (self.compile or self.compile_prefill):
+            raise ValueError("pack_weights=True is for uncompiled engines: the compiler lays weights out itself")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise TypeError(f"seed must be an integer or None, not {self.seed!r}")
 
@@ -236,6 +243,8 @@ def _translate_compile(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _compile_options(config: object) -> dict[str, Any]:
     raw = dict(config) if isinstance(config, Mapping) else asdict(config)  # type: ignore[call-overload]
+    if raw.get("mode") == "reduce-overhead":
+        raw["mode"] = None  # CompileConfig's default, meant for graphs that are not captured here
     return {k: v for k, v in raw.items() if k in _COMPILE_OPTIONS and v is not None}
 
 

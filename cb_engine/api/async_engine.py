@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from cb_engine.api.manager import ContinuousBatchingManager
+from cb_engine.api.manager import ContinuousBatchingManager, post
 from cb_engine.errors import EngineStoppedError
 from cb_engine.intake import RequestOptions
 from cb_engine.metrics import EngineStats
@@ -62,21 +62,18 @@ class AsyncEngine:
         asked = RequestOptions(streaming=streaming, **options)
         requests = await asyncio.to_thread(self.manager.engine.intake.make, prompt, params, asked)
 
-        def sink(output: GenerationOutput) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(arrived.put_nowait, output)
-
-        await asyncio.to_thread(self.manager.submit_requests, requests, sink)
         left = {request.request_id for request in requests}
         try:
+            await asyncio.to_thread(
+                self.manager.submit_requests, requests, lambda output: post(loop, arrived.put_nowait, output)
+            )
             while left:
                 output = await arrived.get()
                 if output.is_finished():
                     left.discard(output.request_id)
                 yield output
         finally:
-            for request_id in left:  # the caller went away
-                self.manager.cancel_request(request_id)
+            self.manager.cancel_requests(left)  # the caller went away
 
     def abort(self, request_id: str) -> None:
         """Ends a request and all its samples; their iterators get terminal outputs."""

@@ -6,8 +6,9 @@ config and the weights stay as they are, and `detach` takes everything away agai
 
 from __future__ import annotations
 
+import functools
 import queue
-import types
+import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from tqdm.auto import tqdm
 
 from cb_engine.api.generation_config import GenerationSettings
 from cb_engine.api.manager import ContinuousBatchingManager, spread_params
-from cb_engine.config import EngineConfig
+from cb_engine.config import EngineConfig, translate_config
 from cb_engine.engine import Engine
 from cb_engine.errors import EngineError
 from cb_engine.hints import WorkloadHints, normalize_hints
@@ -41,6 +42,7 @@ class Attachment:
 
     tokenizer: Any | None = None
     persistent: ContinuousBatchingManager | None = field(default=None, repr=False)
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)  # guards `persistent`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
         return Attachment(self.tokenizer)
@@ -69,7 +71,7 @@ def attach(model: nn.Module, *, tokenizer: Any | None = None) -> nn.Module:
     profile_model(model, make_shadow(model))
     object.__setattr__(model, _ATTRIBUTE, Attachment(tokenizer))
     for function in _METHODS:
-        object.__setattr__(model, function.__name__, types.MethodType(function, model))
+        object.__setattr__(model, function.__name__, functools.partial(function, model))
     return model
 
 
@@ -114,35 +116,55 @@ def init_continuous_batching(
         continuous_batching_config: an EngineConfig, transformers' ContinuousBatchingConfig, or a dict.
         workload_hints: what is known of the work to come; see `WorkloadHints`.
     """
-    settings = GenerationSettings.of(getattr(self, "generation_config", None), generation_config, {})
-    return _manager(self, settings, continuous_batching_config, workload_hints)
+    settings = _settings_of(self, generation_config, {})
+    manager = _manager(self, settings, continuous_batching_config, workload_hints)
+    manager.follow(settings)
+    return manager
 
 
-def _manager(model: nn.Module, settings: GenerationSettings, config: Config, hints: Hints) -> ContinuousBatchingManager:
-    """The persistent manager if it suits, else a new one."""
+def _settings_of(model: nn.Module, given: Any | None, overrides: Mapping[str, Any]) -> GenerationSettings:
+    return GenerationSettings.of(getattr(model, "generation_config", None), given, overrides)
+
+
+def _manager(
+    model: nn.Module, settings: GenerationSettings, config: Config, hints: Hints, *, persistent: bool = False
+) -> ContinuousBatchingManager:
+    """The persistent manager if it suits, else a new one, which becomes the persistent one if that is asked for."""
     attachment = _attachment(model)
     if config is None:
         config = getattr(settings.config, "continuous_batching_config", None)
-    if attachment.persistent is not None:
-        if attachment.persistent.suits(config, hints):
-            return attachment.persistent
-        destroy_cached_continuous_batching_manager(model)
-    engine = Engine(
-        model,
-        tokenizer=attachment.tokenizer,
-        config=config,
-        hints=hints,
-        eos_token_id=settings.eos_token_id,
-    )
-    return ContinuousBatchingManager(engine, settings, config, hints)
+    wished = None if config is None else translate_config(config)
+    with attachment.lock:
+        kept = attachment.persistent
+        if kept is not None and kept.suits(wished):
+            return kept
+        if kept is not None and not kept.in_use:
+            kept.destroy()
+            attachment.persistent = None
+        elif kept is not None and persistent:
+            raise RuntimeError(
+                "the persistent manager is in use with another config; wait for it, or leave persistence off"
+            )
+        engine = Engine(
+            model,
+            tokenizer=attachment.tokenizer,
+            config=config,
+            hints=hints,
+            eos_token_id=settings.eos_token_id,
+        )
+        manager = ContinuousBatchingManager(engine, settings, wished or translate_config(None))
+        if persistent:
+            attachment.persistent = manager
+        return manager
 
 
 def destroy_cached_continuous_batching_manager(self: nn.Module) -> None:
     """Ends the persistent manager, if there is one, and frees its cache."""
     attachment = _attachment(self)
-    if attachment.persistent is not None:
-        attachment.persistent.destroy()
-        attachment.persistent = None
+    with attachment.lock:
+        if attachment.persistent is not None:
+            attachment.persistent.destroy()
+            attachment.persistent = None
 
 
 @contextmanager
@@ -163,11 +185,11 @@ def continuous_batching_context_manager(
         persistent_manager: keep the manager, its cache and compiled code for the next call.
         warmup: run every padded shape first.
 
-    If the block raises, unfinished work is aborted.
+    If the block raises, unfinished work is aborted, unless others use the same persistent manager.
     """
-    settings = GenerationSettings.of(getattr(self, "generation_config", None), generation_config, {})
-    manager = _manager(self, settings, continuous_batching_config, workload_hints)
-    with _session(self, manager, persistent=persistent_manager, warmup=warmup, block=block, timeout=timeout):
+    settings = _settings_of(self, generation_config, {})
+    manager = _manager(self, settings, continuous_batching_config, workload_hints, persistent=persistent_manager)
+    with _session(self, manager, settings=settings, warmup=warmup, block=block, timeout=timeout):
         yield manager
 
 
@@ -176,27 +198,29 @@ def _session(
     model: nn.Module,
     manager: ContinuousBatchingManager,
     *,
-    persistent: bool,
     warmup: bool,
+    settings: GenerationSettings | None = None,
     block: bool = True,
     timeout: float | None = None,
     progress_bar: bool = False,
 ) -> Generator[None, None, None]:
     """One caller's use of a manager, from `start` to `stop`; the last of several callers stops it."""
-    manager.sync_weights()
-    if warmup:
-        manager.warmup(progress_bar)
-    manager.begin_session()
-    attachment = _attachment(model)
-    if persistent:
-        attachment.persistent = manager
-    keep = attachment.persistent is manager
+    manager.begin_session(settings)
+    failed = True
     try:
+        manager.sync_weights()
+        if warmup:
+            manager.warmup(progress_bar)
         yield
-    except BaseException:
-        manager.end_session(block=block, timeout=timeout, keep=keep, hard_stop=True)
-        raise
-    manager.end_session(block=block, timeout=timeout, keep=keep)
+        failed = False
+    finally:
+        manager.end_session(
+            with_settings=settings is not None,
+            block=block,
+            timeout=timeout,
+            keep=_attachment(model).persistent is manager,
+            hard_stop=failed,
+        )
 
 
 def generate_batch(
@@ -223,7 +247,7 @@ def generate_batch(
         progress_bar: show progress.
         persistent_manager: keep the engine for the next call.
         warmup: run every padded shape first (there are none on an uncompiled CPU).
-        workload_hints: override what is read off the inputs.
+        workload_hints: override what is read off the inputs; all that a kept engine is sized by.
         sampling_params: one for all, or one per input; excludes GenerationConfig overrides but max_new_tokens.
         **kwargs: GenerationConfig overrides.
 
@@ -237,15 +261,19 @@ def generate_batch(
     """
     if sampling_params is not None and kwargs.keys() - {"max_new_tokens"}:
         raise TypeError(f"{sorted(kwargs)} and sampling_params both given; put everything into sampling_params")
-    settings = GenerationSettings.of(getattr(self, "generation_config", None), generation_config, kwargs)
+    if isinstance(inputs, str | bytes | Mapping):
+        raise TypeError(f"inputs must be a list of prompts, not one {type(inputs).__name__}; put it into a list")
+    settings = _settings_of(self, generation_config, kwargs)
     if len(inputs) == 0:
         return {}
     prompts, params = _prompts_of(self, inputs, settings, sampling_params, kwargs.get("max_new_tokens"))
-    hints = _hints_of(prompts, params) | normalize_hints(workload_hints)
-    manager = _manager(self, settings, continuous_batching_config, hints)
+    hints = normalize_hints(workload_hints)
+    if not persistent_manager:  # an engine that is kept is not cut to the size of its first call
+        hints = _hints_of(prompts, params) | hints
+    manager = _manager(self, settings, continuous_batching_config, hints, persistent=persistent_manager)
     options = RequestOptions(eos_token_id=_eos_option(settings), record_timestamps=record_timestamps)
     requests = manager.make_all(prompts, params, options)
-    with _session(self, manager, persistent=persistent_manager, warmup=warmup, progress_bar=progress_bar):
+    with _session(self, manager, warmup=warmup, progress_bar=progress_bar):
         return _collect(manager, requests, progress_bar)
 
 
@@ -303,12 +331,11 @@ def _collect(
                 bar.set_postfix(tokens=num_tokens, refresh=False)
                 bar.update()
     except BaseException:
-        for request in requests:
-            manager.cancel_request(request.request_id)
+        manager.cancel_requests(request.request_id for request in requests)
         raise
     in_order = {request.request_id: outputs[request.request_id] for request in requests}
     failure = manager.failure
-    if failure is not None:
+    if failure is not None and any(output.error == str(failure) for output in in_order.values()):
         finished = {i: output for i, output in in_order.items() if output.finish_reason != "error"}
         raise EngineError(str(failure), finished) from failure
     return in_order

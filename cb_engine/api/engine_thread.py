@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cb_engine.device import release_idle_workers
-from cb_engine.engine import Call, Command, Engine
+from cb_engine.engine import AbortAll, Call, Command, Engine
 from cb_engine.errors import EngineError, EngineStoppedError
 from cb_engine.outputs import GenerationOutput
 
@@ -42,16 +42,18 @@ class EngineThread:
         self._deliver = deliver
         self._closed = closed
         self._thread: threading.Thread | None = None
-        self._state = threading.Condition()  # guards all below
-        self._pausers: list[threading.Thread] = []
-        self._parked = False
+        self._state = threading.Condition(threading.RLock())  # guards all below
+        self._running = False  # from start() until the thread has decided to end
         self._stopping = False
+        self._parked = False
+        self._pausers: list[threading.Thread] = []
+        self._calls: list[Future[Any]] = []  # calls that wait for the engine thread
         self._failure: BaseException | None = None
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread lives."""
-        return self._thread is not None and self._thread.is_alive()
+        """Whether the thread takes work."""
+        return self._running
 
     @property
     def failure(self) -> BaseException | None:
@@ -59,17 +61,27 @@ class EngineThread:
         return self._failure
 
     def start(self) -> None:
-        """Starts the thread; does nothing if it runs.
+        """Starts the thread. One that runs goes on, also if it had been asked to stop.
 
         Raises:
             EngineError, EngineStoppedError: the engine failed before, or was given up.
         """
         with self._state:
             self._raise_failure()
-            if self.is_running:
-                return
             self._stopping = False
+            if self._running:
+                return
+        self.join()  # the last thread may still be on its way out
+        self._launch()
+
+    def _launch(self) -> None:
+        with self._state:
+            self._raise_failure()
+            if self._running:
+                return  # another caller was quicker
             release_idle_workers()
+            self._running = True
+            self._stopping = False
             self._thread = threading.Thread(target=self._run, name="cb_engine", daemon=True)
             self._thread.start()
 
@@ -84,14 +96,16 @@ class EngineThread:
                 raise RuntimeError("stop() inside pause(): leave the pause first")
             self._stopping = True
             if abort:
-                self._engine.abort_all()
+                self._engine.submit(AbortAll())
             self._state.notify_all()
 
     def join(self, timeout: float | None = None) -> bool:
         """Waits for the thread; returns whether it has ended."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
-        return not self.is_running
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(timeout)
+        return not thread.is_alive()
 
     def give_up(self, reason: BaseException) -> None:
         """From now on nothing is accepted and nothing starts."""
@@ -103,7 +117,7 @@ class EngineThread:
 
         Raises:
             EngineStoppedError: the thread is stopping or was given up. EngineError: the engine has failed.
-            QueueFullError: see `Engine.submit`.
+            QueueFullError, ValueError: see `Engine.submit`.
         """
         with self._state:
             self._raise_failure()
@@ -119,11 +133,11 @@ class EngineThread:
             self._state.notify_all()
 
     def call(self, action: Callable[[], T]) -> T:
-        """Runs `action` at a step's edge and returns its result; other requests wait for it as for a step."""
-        with self._state:
-            self._raise_failure()
-            if not self.is_running or (self._parked and threading.current_thread() in self._pausers):
-                return action()
+        """Runs `action` at a step's edge and returns its result; other requests wait for it as for a step.
+
+        Raises:
+            EngineError: the engine has failed, or fails before the action's turn comes.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
@@ -132,7 +146,13 @@ class EngineThread:
             except BaseException as error:
                 future.set_exception(error)
 
-        self.submit_now(Call(run))
+        with self._state:
+            self._raise_failure()
+            if not self._running or (self._parked and threading.current_thread() in self._pausers):
+                return action()  # nobody else touches the engine now, and nobody can while the lock is held
+            self._calls = [call for call in self._calls if not call.done()] + [future]
+            self._engine.submit(Call(run))
+            self._state.notify_all()
         return future.result()
 
     @contextmanager
@@ -144,11 +164,11 @@ class EngineThread:
         """
         with self._state:
             self._raise_failure()
-            if not self.is_running:
+            if not self._running:
                 raise RuntimeError("pause() needs a running manager; call start() first")
             self._pausers.append(threading.current_thread())
             self._state.notify_all()
-            self._state.wait_for(lambda: self._parked or not self.is_running)
+            self._state.wait_for(lambda: self._parked or not self._running)
         try:
             self._raise_failure()
             yield
@@ -160,7 +180,7 @@ class EngineThread:
     # ---- on the engine thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        failure: BaseException | None = None
+        failure: EngineError | None = None
         try:
             while self._wait_for_turn():
                 self._deliver(self._engine.step())
@@ -168,16 +188,10 @@ class EngineThread:
             logger.exception("the engine failed")
             failure = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
             failure.__cause__ = failure.__cause__ or error
-        release_idle_workers()
-        with self._state:
-            self._failure = self._failure or failure
-            self._stopping = True
-            self._parked = False
-        if failure is not None:
+            self._end(failure)
             self._deliver_failure(str(failure))
+        release_idle_workers()
         self._closed(failure)
-        with self._state:
-            self._state.notify_all()
 
     def _wait_for_turn(self) -> bool:
         """Parks while paused and sleeps while idle; returns False when it is time to end."""
@@ -192,8 +206,21 @@ class EngineThread:
                 if self._engine.has_work:
                     return True
                 if self._stopping:
+                    self._end(None)
                     return False
                 self._state.wait()
+
+    def _end(self, failure: EngineError | None) -> None:
+        """From here on the thread takes no work; callers that wait for it learn why."""
+        with self._state:
+            self._failure = self._failure or failure
+            self._running = self._parked = False
+            self._stopping = True
+            for call in self._calls:
+                if not call.done():
+                    call.set_exception(EngineError(str(failure)))
+            self._calls = []
+            self._state.notify_all()
 
     def _deliver_failure(self, message: str) -> None:
         try:

@@ -7,12 +7,15 @@ for the next output of anybody, or of one id; ids that an iterator has claimed a
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
 from cb_engine.outputs import GenerationOutput
+
+logger = logging.getLogger(__name__)
 
 Sink = Callable[[GenerationOutput], None]
 
@@ -116,6 +119,15 @@ class Mailbox:
             for request_id in request_ids:
                 self._forget(request_id)
 
+    def clear(self) -> None:
+        """Throws away what nobody has taken, so that the next user does not meet it."""
+        with self._changed:
+            for request_id, box in list(self._boxes.items()):
+                if box[-1][1].is_finished():
+                    self._forget(request_id)
+            self._boxes.clear()
+            self._order.clear()
+
     def close(self) -> None:
         """Nothing will be delivered any more: readers get what is there, then None."""
         with self._changed:
@@ -150,7 +162,10 @@ class Mailbox:
     def _hand_over(self, sink: Sink, output: GenerationOutput) -> None:
         if output.is_finished():
             self._forget(output.request_id)
-        sink(output)
+        try:
+            sink(output)
+        except Exception:  # somebody's code, on the engine thread: it must not take the others down
+            logger.exception("the receiver of request %s failed", output.request_id)
 
     def _forget(self, request_id: str) -> None:
         self._open.discard(request_id)

@@ -10,8 +10,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from tqdm.auto import tqdm
 from cb_engine.api.engine_thread import EngineThread
 from cb_engine.api.generation_config import GenerationSettings
 from cb_engine.api.mailbox import Mailbox, Sink
+from cb_engine.config import Translated
 from cb_engine.engine import Abort, Add, Engine
 from cb_engine.errors import EngineError, EngineStoppedError, QueueFullError
-from cb_engine.hints import WorkloadHints, normalize_hints
 from cb_engine.intake import RequestOptions, naming_input
 from cb_engine.metrics import EngineStats
 from cb_engine.outputs import GenerationOutput, RequestStatus
@@ -42,26 +42,26 @@ class ContinuousBatchingManager:
     Args:
         engine: the engine to run.
         settings: the generation config followed by requests that bring no SamplingParams.
-        config, hints: what the engine was made for, to tell whether it suits another call.
+        config: what the engine was made with, to tell whether it suits another call.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        settings: GenerationSettings,
-        config: object = None,
-        hints: WorkloadHints | Mapping[str, Any] | object | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, settings: GenerationSettings, config: Translated) -> None:
         self.engine = engine
-        self.warmed_up = False
         self._settings = settings
-        self._made_for = (config, normalize_hints(hints))
-        self._sessions = 0
-        self._sessions_lock = threading.Lock()
+        self._made_for = config
         self._mailbox = Mailbox()
         self._thread = EngineThread(engine, self._mailbox.deliver, self._on_thread_end)
+        self._sessions_lock = threading.RLock()  # guards the three below
+        self._sessions = 0
+        self._sessions_with_settings = 0
+        self._started_by_hand = False
 
     # ---- life ------------------------------------------------------------------------------------------------
+
+    @property
+    def warmed_up(self) -> bool:
+        """Whether warm-up has run."""
+        return self.engine.is_warm
 
     def warmup(self, progress_bar: bool = False) -> None:
         """Runs every padded shape once, so that no request pays for compilation later."""
@@ -75,7 +75,6 @@ class ContinuousBatchingManager:
                 bar.update(done - bar.n)
 
             self._thread.call(lambda: self.engine.warmup(progress))
-        self.warmed_up = True
 
     def start(self) -> None:
         """Starts the engine thread; does nothing if it runs.
@@ -83,8 +82,13 @@ class ContinuousBatchingManager:
         Raises:
             EngineError: the engine failed before. EngineStoppedError: `destroy` was called.
         """
-        self._mailbox.reopen()
+        with self._sessions_lock:
+            self._start()
+            self._started_by_hand = True
+
+    def _start(self) -> None:
         self._thread.start()
+        self._mailbox.reopen()
 
     def is_running(self) -> bool:
         """Whether the engine thread lives."""
@@ -96,29 +100,58 @@ class ContinuousBatchingManager:
         failure = self._thread.failure
         return failure if isinstance(failure, EngineError) else None
 
-    def suits(self, config: object, hints: WorkloadHints | Mapping[str, Any] | object | None) -> bool:
-        """Whether a call with this config and these hints can use this manager as it is.
+    def suits(self, config: Translated | None) -> bool:
+        """Whether a call with this config (None: no wish) can use this manager as it is."""
+        return self._thread.failure is None and (config is None or config == self._made_for)
 
-        It can if it asks for no other config, and for nothing larger than the manager was sized for.
+    def follow(self, settings: GenerationSettings) -> None:
+        """From now on requests without SamplingParams follow these settings.
+
+        Raises:
+            RuntimeError: another user's requests follow other settings right now.
         """
-        own_config, own_hints = self._made_for
-        fits = all(value <= own_hints[key] for key, value in normalize_hints(hints).items() if key in own_hints)  # type: ignore[literal-required]
-        return fits and self._thread.failure is None and (config is None or config == own_config)
-
-    def begin_session(self) -> None:
-        """Starts the manager for one of its users; each calls `end_session` in the end."""
         with self._sessions_lock:
-            self.start()
-            self._sessions += 1
+            if settings != self._settings and (self._sessions_with_settings or self._started_by_hand):
+                raise RuntimeError(
+                    "the persistent manager is in use with another generation_config; give sampling_params instead"
+                )
+            self._settings = settings
 
-    def end_session(self, *, block: bool, timeout: float | None, keep: bool, hard_stop: bool = False) -> None:
+    @property
+    def in_use(self) -> bool:
+        """Whether a call, a `with` block or a `start()` holds the manager."""
+        return self._sessions > 0 or self._started_by_hand
+
+    def begin_session(self, settings: GenerationSettings | None = None) -> None:
+        """Starts the manager for one of its users; each calls `end_session` in the end.
+
+        Args:
+            settings: what this user's requests without SamplingParams follow; None if it has no such requests.
+
+        Raises:
+            RuntimeError: another user's requests follow other settings right now.
+        """
+        with self._sessions_lock:
+            if settings is not None:
+                self.follow(settings)
+            self._start()
+            self._sessions += 1
+            self._sessions_with_settings += settings is not None
+
+    def end_session(
+        self, *, with_settings: bool, block: bool, timeout: float | None, keep: bool, hard_stop: bool = False
+    ) -> None:
         """Stops the manager if this was its last user; without `keep` it is given up."""
         with self._sessions_lock:
             self._sessions -= 1
-            if self._sessions == 0:
-                self.stop(block=block, timeout=timeout, keep_for_next_session=keep, hard_stop=hard_stop)
-                if not keep and not self.is_running():
-                    self.destroy()
+            self._sessions_with_settings -= with_settings
+            if self.in_use:
+                return
+            self._stop(block=block, timeout=timeout, keep=keep, hard_stop=hard_stop)
+            if keep:
+                self._mailbox.clear()
+            elif not self.is_running():
+                self.destroy()
 
     def stop(
         self,
@@ -136,11 +169,16 @@ class ContinuousBatchingManager:
         Raises:
             RuntimeError: the calling thread holds a pause.
         """
+        with self._sessions_lock:
+            self._started_by_hand = False
+            self._stop(block=block, timeout=timeout, keep=keep_for_next_session, hard_stop=hard_stop)
+
+    def _stop(self, *, block: bool, timeout: float | None, keep: bool, hard_stop: bool) -> None:
         triggered = time.perf_counter()
         self._thread.stop(abort=hard_stop)
         if block:
             self.join(triggered, timeout)
-        if not keep_for_next_session and not self.is_running():
+        if not keep and not self.is_running():
             self.engine.reset_prefix_cache()
 
     def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
@@ -150,10 +188,11 @@ class ContinuousBatchingManager:
             logger.warning("the engine thread is still at work %.1f s after it was asked to stop", waited)
 
     def destroy(self) -> None:
-        """Stops at once and aborts what is unfinished. The manager is of no use afterwards."""
+        """Stops at once, aborts what is unfinished and frees the cache. The manager is of no use afterwards."""
         self._thread.stop(abort=True)
         self._thread.join()
         self._thread.give_up(EngineStoppedError("the manager was destroyed; make a new one"))
+        self.engine.close()
 
     def pause(self) -> AbstractContextManager[None]:
         """A context manager that holds the engine at a step's edge; cache and requests stay.
@@ -203,8 +242,9 @@ class ContinuousBatchingManager:
             streaming=streaming,
             record_timestamps=record_timestamps,
         )
-        params = self._params_for(input_ids, sampling_params, max_new_tokens, logit_processor_kwargs)
-        requests = self.engine.intake.make(input_ids, params, options)
+        token_ids = self.engine.intake.token_ids_of(input_ids)
+        params = self._params_for(token_ids, sampling_params, max_new_tokens, logit_processor_kwargs)
+        requests = self.engine.intake.make(token_ids, params, options)
         self.submit_requests(requests)
         return requests[-1].request_id
 
@@ -229,17 +269,16 @@ class ContinuousBatchingManager:
         Raises:
             ValueError, TypeError: naming the index of the input that is not valid.
         """
-        params = [
-            self._params_for(prompt, given, max_new_tokens, logit_processor_kwargs, index)
-            for index, (prompt, given) in enumerate(
-                zip(inputs, spread_params(sampling_params, len(inputs)), strict=True)
-            )
-        ]
-        requests = self.make_all(
-            inputs, params, RequestOptions(streaming=streaming, record_timestamps=record_timestamps)
-        )
+        prompts: list[list[int]] = []
+        params: list[SamplingParams] = []
+        for index, given in enumerate(spread_params(sampling_params, len(inputs))):
+            with naming_input(index):
+                prompts.append(self.engine.intake.token_ids_of(inputs[index]))
+                params.append(self._params_for(prompts[-1], given, max_new_tokens, logit_processor_kwargs))
+        options = RequestOptions(streaming=streaming, record_timestamps=record_timestamps)
+        requests = self.make_all(prompts, params, options)
         self.submit_requests(requests)
-        return [request.request_id for request in requests if "__child#" not in request.request_id]
+        return list(dict.fromkeys(request.family for request in requests))
 
     def make_all(
         self, prompts: Sequence[Any], params: Sequence[SamplingParams], options: RequestOptions
@@ -257,19 +296,17 @@ class ContinuousBatchingManager:
 
     def _params_for(
         self,
-        prompt: Any,
+        token_ids: Sequence[int],
         given: SamplingParams | None,
         max_new_tokens: int | None,
         overrides: Mapping[str, Any],
-        index: int | None = None,
     ) -> SamplingParams:
         unknown = overrides.keys() - SamplingParams.__dataclass_fields__.keys()
         if unknown:
             raise TypeError(f"unexpected argument {sorted(unknown)[0]!r}: SamplingParams has no such field")
         changes = dict(overrides) if max_new_tokens is None else {**overrides, "max_tokens": max_new_tokens}
-        with naming_input(index) if index is not None else nullcontext():
-            params = given or self._settings.sampling_params(len(self.engine.intake.token_ids_of(prompt)))
-            return params.clone(**changes) if changes else params
+        params = given or self._settings.sampling_params(len(token_ids))
+        return params.clone(**changes) if changes else params
 
     def submit_requests(self, requests: Sequence[Request], sink: Sink | None = None) -> None:
         """Hands requests over, to be delivered to `sink` or to the mailbox; waits while the queue is full."""
@@ -293,9 +330,15 @@ class ContinuousBatchingManager:
 
         An id that is unknown or has ended is passed over: it may have ended a moment ago.
         """
-        family = [i for i in self._mailbox.open_ids() if i == request_id or i.startswith(f"{request_id}__child#")]
-        if family and self._thread.failure is None:
-            self._thread.submit_now(Abort(family))
+        self.cancel_requests(
+            i for i in self._mailbox.open_ids() if i == request_id or i.startswith(f"{request_id}__child#")
+        )
+
+    def cancel_requests(self, request_ids: Iterable[str]) -> None:
+        """Ends these very samples, as `cancel_request` does for all of a request."""
+        ids = list(request_ids)
+        if ids and self._thread.failure is None:
+            self._thread.submit_now(Abort(ids))
 
     # ---- outputs ---------------------------------------------------------------------------------------------
 
@@ -344,7 +387,7 @@ class ContinuousBatchingManager:
             RuntimeError: no asyncio loop runs in this thread. ValueError: the id is unknown.
         """
         loop = asyncio.get_running_loop()
-        self._mailbox.register(request_id, lambda output: _post(loop, callback, output))
+        self._mailbox.register(request_id, lambda output: post(loop, callback, output))
 
     # ---- weights and figures ---------------------------------------------------------------------------------
 
@@ -398,9 +441,10 @@ def _failed_output(request_id: str, error: str) -> GenerationOutput:
     return GenerationOutput(request_id, error=error, status=RequestStatus.FAILED, finish_reason="error")
 
 
-def _post(
+def post(
     loop: asyncio.AbstractEventLoop, callback: Callable[[GenerationOutput], None], output: GenerationOutput
 ) -> None:
+    """Calls `callback(output)` in a loop of another thread."""
     try:
         loop.call_soon_threadsafe(callback, output)
     except RuntimeError:  # the loop is closed: nobody waits any more

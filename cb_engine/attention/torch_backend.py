@@ -13,6 +13,8 @@ import torch.nn.functional as F
 
 from cb_engine.attention.backend import AttentionBackend, AttentionMetadata, KVCache, KVSpec
 
+_GATHERED_TOKENS = 1 << 17  # keys and values that a decode step gathers at once: bounds its temporary memory
+
 
 @dataclass(frozen=True)
 class TorchMetadata(AttentionMetadata):
@@ -78,11 +80,15 @@ class TorchBackend(AttentionBackend):
         cache.v.flatten(0, 1).index_copy_(0, metadata.slot_mapping, value)
         num_decodes = metadata.num_decodes
         out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-        if num_decodes:
-            table, lens = metadata.block_table[:num_decodes], metadata.seq_lens[:num_decodes]
-            q = query[:num_decodes].unsqueeze(1)
-            positions = lens.unsqueeze(1).to(torch.int64) - 1
-            out[:num_decodes] = _attend(q, cache, table, positions, scale, window, softcap, sinks).squeeze(1)
+        # A padded table is as wide as the longest sequence allowed; only its used part is read, some rows at a time.
+        width = max(1, -(-metadata.max_seq_len // cache.k.shape[1]))
+        at_once = max(1, _GATHERED_TOKENS // (width * cache.k.shape[1]))
+        for start in range(0, num_decodes, at_once):
+            rows = slice(start, min(start + at_once, num_decodes))
+            positions = metadata.seq_lens[rows].unsqueeze(1).to(torch.int64) - 1
+            table = metadata.block_table[rows, :width]
+            q = query[rows].unsqueeze(1)
+            out[rows] = _attend(q, cache, table, positions, scale, window, softcap, sinks).squeeze(1)
         for i in range(num_decodes, len(metadata.rows)):
             start, length, total = metadata.rows[i]
             if length == 0 or total == 0:

@@ -256,7 +256,11 @@ class BlockManager:
     def set_weight_version(self, version: int) -> None:
         """From now on blocks belong to other weights: nothing computed before can be hit, and no running request
         that keeps its old blocks is cached any more."""
+        if version == self._weight_version:
+            return
         self._weight_version = version
+        for group in self._groups:
+            group.pool.drop_cache()
         for holding in self._holdings.values():
             holding.cacheable = False
 

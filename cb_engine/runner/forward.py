@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cb_engine.errors import ShapeNotWarmedError
+from cb_engine.errors import EngineStoppedError, ShapeNotWarmedError
 from cb_engine.runner.buckets import Bucket, BucketTable, StepKind
 
 logger = logging.getLogger(__name__)
@@ -51,15 +51,27 @@ class ForwardTable:
         compile_options: Mapping[str, Any],
         strict: bool,
     ) -> None:
-        self._eager = _forward_of(shadow, takes_logits_to_keep)
-        self._shadow = shadow
+        self._takes_logits_to_keep = takes_logits_to_keep
         self._buckets = buckets
         self._compiled_kinds = compiled_kinds
         self._compile_options = dict(compile_options)
         self._strict = strict
         self._compiled: dict[tuple[StepKind, int, int], Forward] = {}  # by (kind, sequences, tokens)
-        self._frozen = False
+        self.is_frozen = False
         self.coverage = Coverage()
+        self.set_shadow(shadow)
+
+    def set_shadow(self, shadow: nn.Module) -> None:
+        """Takes a module tree. Code compiled for another one is of no use, so warm-up is open again for it."""
+        self._eager: Forward | None = _forward_of(shadow, self._takes_logits_to_keep)
+        if self._compiled:
+            self._compiled = {}
+            self.coverage = Coverage()
+            self.is_frozen = False
+
+    def drop_shadow(self) -> None:
+        """Lets go of the module tree; nothing runs until another one is set."""
+        self._eager = None
 
     def pads(self, kind: StepKind) -> bool:
         """Whether steps of this kind have the shape of a listed bucket."""
@@ -74,9 +86,11 @@ class ForwardTable:
         Raises:
             ShapeNotWarmedError: instead, in strict mode.
         """
+        if self._eager is None:
+            raise EngineStoppedError("the engine was closed; make a new one")
         if not self.pads(bucket.kind) or num_logits > bucket.num_seqs:
             return self._eager
-        if not self._frozen:
+        if not self.is_frozen:
             self.coverage.warmed.add(bucket)
         elif bucket in self.coverage.warmed:
             self.coverage.used.add(bucket)
@@ -88,12 +102,12 @@ class ForwardTable:
         # Attention is opaque to compiled code, so the width of the block tables is no part of its shape.
         shape = (bucket.kind, bucket.num_seqs, bucket.num_tokens)
         if shape not in self._compiled:
-            self._compiled[shape] = self._compile("_".join(map(str, shape)))
+            self._compiled[shape] = self._compile(self._eager, "_".join(map(str, shape)))
         return self._compiled[shape]
 
     def freeze(self) -> None:
         """Warm-up is over: from now on an unknown shape is a miss."""
-        self._frozen = True
+        self.is_frozen = True
 
     def _report_miss(self, bucket: Bucket) -> None:
         if self._strict:
@@ -104,10 +118,9 @@ class ForwardTable:
             logger.warning("%s was not warmed up and runs eagerly; workload_hints that cover it avoid this", bucket)
         self.coverage.missed[bucket] += 1
 
-    def _compile(self, shape: str) -> Forward:
+    def _compile(self, eager: Forward, shape: str) -> Forward:
         """Compiles a function of the shape's own: torch keeps compiled code per code object and gives up on one
         with many shapes."""
-        eager = self._eager
         name = f"step_{shape}_{id(self):x}"
         own = types.FunctionType(
             eager.__code__.replace(co_name=name),
@@ -127,6 +140,6 @@ def _forward_of(shadow: nn.Module, takes_logits_to_keep: bool) -> Forward:
 
     def with_all_logits(ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = shadow(input_ids=ids, position_ids=positions, use_cache=False).logits
-        return logits[0].index_select(0, wanted)
+        return logits[0].index_select(0, wanted.to(logits.device))
 
     return with_logits_to_keep if takes_logits_to_keep else with_all_logits

@@ -26,7 +26,6 @@ from cb_engine.runner.forward import Coverage, ForwardTable
 from cb_engine.runner.input_batch import InputBatch, make_input_batch, prompt_logprob_rows
 from cb_engine.runner.kv_layout import LayerGroup, layer_spec
 from cb_engine.runner.logprobs import candidate_entries, prompt_entries
-from cb_engine.runner.packing import pack_linears
 from cb_engine.runner.probe import ModelProfile
 from cb_engine.runner.step import PagedStep
 from cb_engine.sampling import Sampler, SamplingState
@@ -65,8 +64,15 @@ class ModelRunner:
             pads_decode=config.pads_decode,
             pads_prefill=config.pads_prefill,
         )
-        self.packed_bytes = 0  # memory that packed copies of weights take
-        self._forwards = self._make_forwards(shadow)
+        compiled = [StepKind.DECODE] * config.compile + [StepKind.PREFILL] * config.compile_prefill
+        self._forwards = ForwardTable(
+            shadow,
+            self.buckets,
+            takes_logits_to_keep=profile.takes_logits_to_keep,
+            compiled_kinds=frozenset(compiled),
+            compile_options=config.compile_options,
+            strict=config.strict_shapes,
+        )
         self._caches: dict[int, KVCache] = {}
         with torch.inference_mode():
             for group, pool in zip(groups, pools, strict=True):
@@ -74,23 +80,23 @@ class ModelRunner:
                     spec = layer_spec(layer, config.block_size)
                     self._caches[layer.layer_idx] = backend.allocate(spec, pool.num_blocks, layer.device)
 
-    def _make_forwards(self, shadow: nn.Module) -> ForwardTable:
-        """Packs the shadow's weights if that helps, and makes the callables over it."""
-        config = self._config
-        self.packed_bytes = pack_linears(shadow, config.pack_weights)
-        compiled = [StepKind.DECODE] * config.compile + [StepKind.PREFILL] * config.compile_prefill
-        return ForwardTable(
-            shadow,
-            self.buckets,
-            takes_logits_to_keep=self._profile.takes_logits_to_keep,
-            compiled_kinds=frozenset(compiled),
-            compile_options=config.compile_options,
-            strict=config.strict_shapes,
-        )
+    def drop_shadow(self) -> None:
+        """Lets go of the module tree and of all that hangs on it, packed weights for one."""
+        self._forwards.drop_shadow()
 
-    def replace_shadow(self, shadow: nn.Module) -> None:
-        """Takes a new module tree over the same layers; the cache stays, code is compiled anew when first needed."""
-        self._forwards = self._make_forwards(shadow)
+    def set_shadow(self, shadow: nn.Module) -> None:
+        """Takes a new module tree over the same layers; the cache stays. Compiled code has to be warmed up again."""
+        self._forwards.set_shadow(shadow)
+
+    def close(self) -> None:
+        """Lets go of everything on the device."""
+        self.drop_shadow()
+        self._caches.clear()
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether warm-up has run for the code there is now."""
+        return self._forwards.is_frozen
 
     @property
     def coverage(self) -> Coverage:

@@ -90,7 +90,10 @@ def profile_model(model: nn.Module, shadow: nn.Module) -> ModelProfile:
             f"{type(model).__name__} is no transformers causal language model: it has no config"
         )
     _refuse_by_config(config)
-    takes_logits_to_keep = "logits_to_keep" in inspect.signature(_innermost(shadow).forward).parameters
+    if getattr(model, "_tp_size", None) not in (None, 1):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is split by a tp_plan: tensor parallelism is not supported"
+        )
     device = _input_device(shadow)
     context = _ProbeContext()
     tokens = torch.ones(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
@@ -105,11 +108,14 @@ def profile_model(model: nn.Module, shadow: nn.Module) -> ModelProfile:
             f"{type(model).__name__} does not run with paged attention ({type(error).__name__}: {error})"
         ) from error
     _refuse_foreign_layers(shadow, config, context)
+    layers = tuple(context.layers[i] for i in sorted(context.layers))
+    # Over several devices accelerate moves the wanted rows' indices to one and the hidden states to another.
+    one_device = len({layer.device for layer in layers} | {device}) == 1
     return ModelProfile(
-        layers=tuple(context.layers[i] for i in sorted(context.layers)),
+        layers=layers,
         vocab_size=int(output.logits.shape[-1]),
         max_model_len=_max_model_len(config),
-        takes_logits_to_keep=takes_logits_to_keep,
+        takes_logits_to_keep=one_device and _takes_logits_to_keep(shadow),
         input_device=device,
         output_device=output.logits.device,
     )
@@ -147,6 +153,10 @@ def _refuse_foreign_layers(shadow: nn.Module, config: Any, context: _ProbeContex
         f"{type(shadow).__name__}: {seen} of {expected} layers attend through the engine; the others are made of "
         f"{', '.join(sorted(names)) or 'unknown modules'}, which keep state that the engine does not page"
     )
+
+
+def _takes_logits_to_keep(shadow: nn.Module) -> bool:
+    return "logits_to_keep" in inspect.signature(_innermost(shadow).forward).parameters
 
 
 def _max_model_len(config: Any) -> int | None:

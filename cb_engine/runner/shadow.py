@@ -98,4 +98,6 @@ def _plain_settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
             settings.append((name, value))
         elif isinstance(value, list) and all(isinstance(item, _PLAIN) for item in value):
             settings.append((name, tuple(value)))
+        elif isinstance(value, dict) and all(isinstance(item, _PLAIN) for item in value.values()):
+            settings.append((name, tuple(value.items())))
     return tuple(settings)

@@ -149,6 +149,12 @@ class Scheduler:
         else:
             self.finish(request, "stop", stop)
 
+    def fail_on_text(self, request: Request, error: str) -> None:
+        """Ends a request whose tokens cannot be turned into text, also one that has just ended otherwise."""
+        request.error = error
+        self.finish(request, "error")
+        request.finish_reason = "error"
+
     def take_ended(self) -> list[Request]:
         """Requests that ended outside `update_from_output` since the last call."""
         ended, self._ended_outside_step = self._ended_outside_step, []

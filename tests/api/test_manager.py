@@ -60,9 +60,16 @@ class TestLife:
             with pytest.raises(EngineStoppedError, match="destroyed"):
                 call()
 
-    def test_nothing_keeps_a_finished_engine_alive(self, model: Any) -> None:
-        with model.continuous_batching_context_manager() as manager:
-            manager.add_request([1], max_new_tokens=1)
+    def test_a_finished_engine_lets_go_of_its_cache_without_the_collector(self, model: Any) -> None:
+        gc.disable()
+        try:
+            with model.continuous_batching_context_manager() as manager:
+                manager.add_request([1], max_new_tokens=1)
+                cache = weakref.ref(next(iter(manager.engine._runner._caches.values())).k)
+                assert cache() is not None
+            assert cache() is None
+        finally:
+            gc.enable()
         engine = weakref.ref(manager.engine)
         del manager
         gc.collect()
@@ -229,3 +236,196 @@ class TestFailure:
         for thread in threads:
             thread.join(60)
         assert results == {i: [expected(p, 20) for p in prompts[i]] for i in range(4)}
+
+
+class TestCallsAtAStepsEdge:
+    def test_a_call_ends_with_the_failure_that_came_before_its_turn(self, model: Any) -> None:
+        entered, go_on = threading.Event(), threading.Event()
+
+        def explode_later(positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            entered.set()
+            go_on.wait(30)
+            raise RuntimeError("the device is gone")
+
+        manager = model.init_continuous_batching()
+        manager.add_requests([[1], [2]], max_new_tokens=2)
+        model.hook.append(explode_later)
+        manager.start()
+        assert entered.wait(30)
+        errors: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                manager.weights_changed()
+            except EngineError as error:
+                errors.append(error)
+
+        caller = threading.Thread(target=call)
+        caller.start()
+        while not manager._thread._calls:
+            pass
+        go_on.set()
+        caller.join(30)
+        assert "the device is gone" in str(errors[0])
+
+    def test_starting_a_manager_that_is_about_to_stop_keeps_it_running(self, model: Any) -> None:
+        manager = model.init_continuous_batching()
+        manager.start()
+        first = manager.add_request([1, 2], sampling_params=LONG)
+        manager.stop(block=False)
+        manager.start()
+        second = manager.add_request([3], max_new_tokens=2)
+        assert manager.get_result(second).generated_tokens == expected([3], 2)
+        assert manager.get_result(first).generated_tokens == expected([1, 2], 300)
+        manager.stop()
+
+    def test_a_hard_stop_reaches_what_was_only_just_submitted(self, model: Any) -> None:
+        manager = model.init_continuous_batching()
+        ids = manager.add_requests([[1], [2]], sampling_params=LONG)
+        manager.stop(block=False, hard_stop=True)
+        manager._thread.start()
+        assert {manager.get_result(i).finish_reason for i in ids} == {"abort"}
+        manager.stop()
+
+
+class TestPersistence:
+    def test_one_engine_serves_calls_of_all_sizes(self, model: Any) -> None:
+        managers = set()
+        for length in range(1, 9):
+            prompts = [[i + 1] * length for i in range(length)]
+            outputs = model.generate_batch(prompts, max_new_tokens=5 * length, persistent_manager=True)
+            managers.add(id(model._cb_engine.persistent))
+            assert [o.generated_tokens for o in outputs.values()] == [expected(p, 5 * length) for p in prompts]
+        assert len(managers) == 1
+        assert model._cb_engine.persistent.engine.config.max_num_seqs > 8
+
+    def test_concurrent_calls_of_different_sizes_do_not_end_each_other(self, model: Any) -> None:
+        results: dict[int, list[Any]] = {}
+
+        def call(index: int) -> None:
+            prompt = [index + 1] * (3 * index + 1)
+            for _ in range(3):
+                outputs = model.generate_batch([prompt], max_new_tokens=40, persistent_manager=True)
+                results.setdefault(index, []).extend(o.generated_tokens for o in outputs.values())
+
+        threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert results == {i: [expected([i + 1] * (3 * i + 1), 40)] * 3 for i in range(4)}
+
+    def test_a_kept_manager_follows_the_settings_of_the_call_at_hand(self, model: Any) -> None:
+        from transformers import GenerationConfig
+
+        model.generate_batch([[1]], max_new_tokens=2, persistent_manager=True)
+        config = GenerationConfig(max_new_tokens=5)
+        with model.continuous_batching_context_manager(config, persistent_manager=True) as manager:
+            assert len(manager.get_result(manager.add_request([1])).generated_tokens) == 5
+            other = GenerationConfig(max_new_tokens=3)
+            with pytest.raises(RuntimeError, match="generation_config"):
+                model.init_continuous_batching(other)
+            outputs = model.generate_batch([[1]], other)
+        assert [len(o.generated_tokens) for o in outputs.values()] == [3]
+
+    def test_a_config_that_its_owner_changes_is_a_new_config(self, model: Any) -> None:
+        config: dict[str, Any] = {"block_size": 4}
+        call = {"max_new_tokens": 2, "persistent_manager": True, "continuous_batching_config": config}
+        model.generate_batch([[1]], **call)
+        first = model._cb_engine.persistent
+        model.generate_batch([[1]], **{**call, "continuous_batching_config": cb_engine.EngineConfig(block_size=4)})
+        assert model._cb_engine.persistent is first, "the same settings in other words"
+        config["return_logprobs"] = True
+        assert next(iter(model.generate_batch([[1]], **call).values())).logprobs
+
+    def test_a_call_leaves_a_manager_running_that_was_started_by_hand(self, model: Any) -> None:
+        model.generate_batch([[1]], max_new_tokens=2, persistent_manager=True)
+        manager = model.init_continuous_batching()
+        manager.start()
+        model.generate_batch([[2]], max_new_tokens=2)
+        assert manager.is_running()
+        assert manager.get_result(manager.add_request([3], max_new_tokens=2)).generated_tokens == expected([3], 2)
+        manager.stop()
+
+    def test_what_one_session_left_does_not_reach_the_next(self, model: Any) -> None:
+        for prompt in ([1], [2]):
+            with model.continuous_batching_context_manager(persistent_manager=True) as manager:
+                taken = manager.add_request(prompt, max_new_tokens=2)
+                assert manager.get_result().request_id == taken
+                manager.add_request([9], max_new_tokens=2)
+
+
+class TestOutsideCode:
+    def test_a_receiver_that_raises_harms_nobody(self, model: Any) -> None:
+        with model.continuous_batching_context_manager() as manager:
+
+            def refuse(output: GenerationOutput) -> None:
+                raise ValueError("no")
+
+            requests = manager.make_all([[1]], [LONG.clone(max_tokens=2)], cb_engine.intake.RequestOptions())
+            manager.submit_requests(requests, refuse)
+            other = manager.add_request([2], max_new_tokens=3)
+            assert manager.get_result(other).generated_tokens == expected([2], 3)
+
+    def test_a_token_that_the_tokenizer_cannot_decode_fails_its_request_alone(self) -> None:
+        import byte_tokenizer
+
+        class Picky:
+            def __init__(self) -> None:
+                self.inner = byte_tokenizer.make_tokenizer()
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self.inner, name)
+
+            def decode(self, ids: Any, **kwargs: Any) -> str:
+                raise ValueError("unknown id")
+
+            def convert_ids_to_tokens(self, *args: Any, **kwargs: Any) -> Any:
+                raise ValueError("unknown id")
+
+        model = cb_engine.attach(FakeModel(), tokenizer=Picky())
+        outputs = model.generate_batch([[1], [2]], max_new_tokens=3)
+        for output, prompt in zip(outputs.values(), ([1], [2]), strict=True):
+            assert output.finish_reason == "error"
+            assert "unknown id" in output.error
+            assert output.generated_tokens == expected(prompt, 3)
+        cb_engine.attach(model)
+        assert all(o.error is None for o in model.generate_batch([[1], [2]], max_new_tokens=3).values())
+
+    def test_two_samples_of_one_prompt_that_fail_do_not_take_the_engine_down(self, model: Any) -> None:
+        def explode_on_first(positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            if (positions == 2).any():  # the second token of both samples at once
+                raise RuntimeError("boom")
+            return logits
+
+        model.hook.append(explode_on_first)
+        params = [LONG.clone(n=2, max_tokens=4), LONG.clone(max_tokens=2)]
+        config = {"max_num_seqs": 2}
+        outputs = list(
+            model.generate_batch([[1, 2], [3]], sampling_params=params, continuous_batching_config=config).values()
+        )
+        assert [o.finish_reason for o in outputs] == ["error", "error", "length"]
+        assert outputs[2].generated_tokens == expected([3], 2)
+
+    def test_ids_given_by_hand_do_not_meet_those_made_up(self, model: Any) -> None:
+        with model.continuous_batching_context_manager() as manager:
+            manager.add_request([1], request_id="req_1", max_new_tokens=1)
+            ids = manager.add_requests([[2], [3], [4]], max_new_tokens=1)
+            assert ids == ["req_2", "req_3", "req_4"]
+
+    def test_one_string_is_not_taken_for_many_prompts(self, model: Any) -> None:
+        with pytest.raises(TypeError, match="put it into a list"):
+            model.generate_batch("Hi!", max_new_tokens=1)
+
+    def test_an_attached_model_can_be_pickled(self) -> None:
+        import pickle
+
+        import tiny
+
+        model = cb_engine.attach(tiny.make_model("llama"))
+        twin = pickle.loads(pickle.dumps(model))
+        config = tiny.greedy_config(model, max_new_tokens=4)
+        prompt = tiny.make_prompts((5,))[0]
+        tokens = [next(iter(m.generate_batch([prompt], config).values())).generated_tokens for m in (model, twin)]
+        assert tokens[0] == tokens[1] == tiny.generate(model, prompt, 4)
+        assert twin._cb_engine is not model._cb_engine

@@ -17,17 +17,17 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(build, "_loaded", None)
     monkeypatch.setenv("CB_ENGINE_CACHE", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    return tmp_path / "cb_engine" / "native"
+    return tmp_path / "native"
 
 
 def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     monkeypatch.setenv("CB_ENGINE_CACHE", "/own")
-    assert build.cache_dir() == Path("/own/cb_engine/native")
+    assert build.library_dir() == Path("/own/native")
     monkeypatch.delenv("CB_ENGINE_CACHE")
-    assert build.cache_dir() == Path("/xdg/cb_engine/native")
+    assert build.library_dir() == Path("/xdg/cb_engine/native")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert build.cache_dir() == Path.home() / ".cache" / "cb_engine" / "native"
+    assert build.library_dir() == Path.home() / ".cache" / "cb_engine" / "native"
 
 
 def test_cxx_names_the_compiler_first(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from cb_engine.attention.backend import KVSpec
+from cb_engine.attention import torch_backend
+from cb_engine.attention.backend import KVCache, KVSpec
 from cb_engine.attention.torch_backend import TorchBackend
 
 BLOCK = 4
@@ -86,6 +88,41 @@ def test_decode_prefill_and_mixed(
                 )
                 torch.testing.assert_close(out[row, head], answer, atol=1e-5, rtol=1e-5)
             row += 1
+
+
+def test_a_wide_table_is_read_only_as_far_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And in parts, if it is large: the answer does not depend on either."""
+    backend = TorchBackend()
+    cache = backend.allocate(KVSpec(1, 4, torch.float32, BLOCK), 12, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    cache.k.normal_(generator=generator)
+    cache.v.normal_(generator=generator)
+    gathered: list[int] = []
+    attend = torch_backend._attend
+
+    def spy(q: torch.Tensor, c: KVCache, table: torch.Tensor, *args: Any) -> torch.Tensor:
+        gathered.append(table.numel())
+        return attend(q, c, table, *args)
+
+    monkeypatch.setattr(torch_backend, "_attend", spy)
+    outs = []
+    q = torch.randn(3, 1, 4, generator=generator)
+    for width, limit in ((2, 1 << 17), (500, 1 << 17), (500, 8)):
+        monkeypatch.setattr(torch_backend, "_GATHERED_TOKENS", limit)
+        table = torch.zeros(3, width, dtype=torch.int32)
+        table[:, :2] = torch.tensor([[1, 2], [3, 4], [5, 6]])
+        metadata = backend.plan(
+            slot_mapping=torch.tensor([9, 14, 25]),
+            block_table=table,
+            query_start_loc=torch.arange(4),
+            seq_lens=torch.tensor([6, 3, 6]),
+            max_query_len=1,
+            max_seq_len=6,
+        )
+        outs.append(backend.run(q, q, q, cache, metadata, scale=1.0))
+    assert gathered == [6, 6, 2, 2, 2]
+    assert torch.equal(outs[0], outs[1])
+    torch.testing.assert_close(outs[0], outs[2])
 
 
 def test_padding_rows_are_finite_and_read_nothing() -> None:

@@ -65,7 +65,7 @@ def test_packed_and_plain_engines_agree_and_follow_the_weights(model: Any) -> No
     prompt = tiny.make_prompts((30,))[0]
     packed = Engine(model, config={"pack_weights": True})
     plain = Engine(model, config={"pack_weights": False})
-    assert packed._runner.packed_bytes > 0 == plain._runner.packed_bytes
+    assert packed.packed_bytes > 0 == plain.packed_bytes
     before = logits_of(packed, prompt)
     assert before == pytest.approx(logits_of(plain, prompt), abs=0.1)
     with torch.no_grad():

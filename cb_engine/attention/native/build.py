@@ -30,6 +30,8 @@ import torch
 from filelock import FileLock
 from torch.utils.cpp_extension import include_paths, library_paths
 
+from cb_engine.cache_dir import cache_dir
+
 SOURCE_DIR = Path(__file__).parent
 LIBRARY_NAME = "cb_engine_native.so"
 
@@ -78,7 +80,7 @@ def build() -> Path:
     """Path of the library for this source and torch, compiled now unless it is in the cache."""
     if sys.platform == "win32":
         raise BuildError("the kernel is built on Linux and macOS only")
-    root = cache_dir()
+    root = library_dir()
     source_key = _digest(_source_bytes(), torch.__version__, platform.machine(), repr(_link_flags("")))
     compiler = find_compiler()
     if compiler is None:
@@ -96,10 +98,9 @@ def build() -> Path:
     return library
 
 
-def cache_dir() -> Path:
-    """Where libraries are kept: under $CB_ENGINE_CACHE, else $XDG_CACHE_HOME, else ~/.cache."""
-    base = os.environ.get("CB_ENGINE_CACHE") or os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "cb_engine" / "native"
+def library_dir() -> Path:
+    """Where built libraries are kept."""
+    return cache_dir() / "native"
 
 
 def find_compiler() -> tuple[str, ...] | None:
