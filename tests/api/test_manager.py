@@ -394,7 +394,7 @@ class TestOutsideCode:
 
     def test_two_samples_of_one_prompt_that_fail_do_not_take_the_engine_down(self, model: Any) -> None:
         def explode_on_first(positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-            if (positions == 2).any():  # the second token of both samples at once
+            if (positions == 5).any():  # the second token of both samples at once
                 raise RuntimeError("boom")
             return logits
 
@@ -402,7 +402,7 @@ class TestOutsideCode:
         params = [LONG.clone(n=2, max_tokens=4), LONG.clone(max_tokens=2)]
         config = {"max_num_seqs": 2}
         outputs = list(
-            model.generate_batch([[1, 2], [3]], sampling_params=params, continuous_batching_config=config).values()
+            model.generate_batch([[1] * 5, [3]], sampling_params=params, continuous_batching_config=config).values()
         )
         assert [o.finish_reason for o in outputs] == ["error", "error", "length"]
         assert outputs[2].generated_tokens == expected([3], 2)
