@@ -72,8 +72,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise TypeError(f"{name} must be an integer or None, not {value!r}")
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1, or None to let the engine decide")
+            if value is not None and not 1 <= value <= _POSITIVE[name]:
+                raise ValueError(
+                    f"{name}={value} must be from 1 to {_POSITIVE[name]}, or None to let the engine decide"
+                )
         for name in _FLAGS:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name in _OPTIONAL_FLAGS):
@@ -107,14 +109,14 @@ class EngineConfig:
 
 
 _COMPILE_OPTIONS = ("backend", "mode", "fullgraph", "options")  # shapes are static: `dynamic` is not a choice
-_POSITIVE = (
-    "block_size",
-    "num_blocks",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_prefill_chunk",
-    "max_model_len",
-)
+_POSITIVE = {  # and the largest value that makes sense
+    "block_size": 1 << 16,
+    "num_blocks": 1 << 24,
+    "max_num_seqs": 1 << 16,
+    "max_num_batched_tokens": 1 << 24,
+    "max_prefill_chunk": 1 << 24,
+    "max_model_len": 1 << 26,
+}
 _OPTIONAL_FLAGS = ("decode_fast_path", "pad_decode_batches", "pack_weights")
 _FLAGS = (
     *_OPTIONAL_FLAGS,
@@ -315,7 +317,10 @@ def resolve_config(
     """
     config = translated.config
     if model_max_len and config.max_model_len and config.max_model_len > model_max_len:
-        raise ValueError(f"max_model_len={config.max_model_len} exceeds the model's own limit of {model_max_len}")
+        raise ValueError(
+            f"max_model_len={config.max_model_len} exceeds {model_max_len}, the length up to which the model's "
+            "positions are defined and do not depend on the other requests of a batch; lower it"
+        )
     if config.compile and config.decode_fast_path is False:
         raise ValueError("compile=True compiles the decode fast path, which decode_fast_path=False turns off")
     max_model_len = config.max_model_len or model_max_len or _FALLBACK_MODEL_LEN

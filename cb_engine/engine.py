@@ -22,7 +22,7 @@ from torch import nn
 from cb_engine.attention.selection import select_backend
 from cb_engine.config import EngineConfig, ResolvedConfig, resolve_config, translate_config
 from cb_engine.device import device_defaults
-from cb_engine.errors import EngineError, QueueFullError
+from cb_engine.errors import EngineError, ModelChangedError, QueueFullError
 from cb_engine.hints import WorkloadHints, normalize_hints
 from cb_engine.intake import Intake, RequestOptions
 from cb_engine.kv_cache.block_manager import BlockManager
@@ -104,7 +104,8 @@ class Engine:
         self._profile = profile_model(model, make_shadow(model))
         translated = translate_config(config)
         devices = [layer.device for layer in self._profile.layers]
-        backend = select_backend(translated.config.attention_backend, devices)
+        dtypes = [layer.dtype for layer in self._profile.layers]
+        backend = select_backend(translated.config.attention_backend, devices, dtypes)
         self.config: ResolvedConfig = resolve_config(
             translated,
             normalize_hints(hints),
@@ -303,7 +304,7 @@ class Engine:
             whether anything had changed.
 
         Raises:
-            EngineError: the model's attention layers are not the same any more.
+            ModelChangedError: the model's layers, dtype, device or vocabulary are not the same any more.
         """
         seen = fingerprint(self._model)
         if seen == self._fingerprint:
@@ -311,7 +312,10 @@ class Engine:
         replaced = [t[:2] for t in seen.tensors] != [t[:2] for t in self._fingerprint.tensors]
         restructured = seen.structure != self._fingerprint.structure
         if (replaced or restructured) and profile_model(self._model, make_shadow(self._model)) != self._profile:
-            raise EngineError("the model's attention layers changed; make a new engine (a new manager) for it")
+            raise ModelChangedError(
+                "the model's layers, dtype, device or vocabulary changed; make a new engine for it "
+                "(destroy_cached_continuous_batching_manager ends a persistent one)"
+            )
         self._fingerprint = seen
         self._start_weight_version(rebuild=replaced or restructured)
         return True
@@ -342,6 +346,8 @@ class Engine:
         for name, tensor in tensors.items():
             if name not in own:
                 raise ValueError(f"the model has no parameter {name!r}")
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{name!r}: the update is no tensor but {type(tensor).__name__}")
             if own[name].shape != tensor.shape:
                 raise ValueError(f"{name!r} has shape {tuple(own[name].shape)}, the update {tuple(tensor.shape)}")
         with torch.no_grad():

@@ -29,6 +29,10 @@ class ShapeNotWarmedError(CBEngineError):
     """Strict mode met a step shape that warm-up had not run."""
 
 
+class ModelChangedError(CBEngineError):
+    """The model under a living engine has become another one; the engine has to be made anew."""
+
+
 class EngineError(CBEngineError):
     """The engine itself failed.
 

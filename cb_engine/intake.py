@@ -10,7 +10,7 @@ import itertools
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
@@ -31,6 +31,10 @@ class RequestOptions:
     eos_token_id: int | Iterable[int] | None = None  # overrides the model's; -1 turns EOS off
     streaming: bool = False
     record_timestamps: bool = False
+
+    def __post_init__(self) -> None:
+        if self.request_id is not None and (not isinstance(self.request_id, str) or not self.request_id):
+            raise TypeError(f"request_id must be a string that is not empty, or None, not {self.request_id!r}")
 
 
 class Intake:
@@ -115,7 +119,7 @@ class Intake:
         if len(token_ids) > limit or (len(token_ids) == limit and params.max_tokens != 0):
             raise ValueError(
                 f"the prompt has {len(token_ids)} tokens and the maximum length is {limit}, which leaves nothing to "
-                "generate; shorten the prompt or raise max_model_len"
+                "generate; shorten the prompt, or raise max_model_len if it was set below the model's own limit"
             )
         shortage = self._blocks.capacity_shortage(len(token_ids) + 1, self._config.max_prefill_chunk)
         if shortage is not None:
@@ -156,10 +160,13 @@ def to_token_ids(prompt: Any, tokenizer: Any | None) -> list[int]:
         return [int(i) for i in tokenizer(prompt)["input_ids"]]
     if hasattr(prompt, "tolist"):  # tensors and arrays
         prompt = prompt.tolist()
+    if isinstance(prompt, Mapping):
+        raise TypeError("a prompt is a list of token ids or a string, not a tokenizer's output; pass its ['input_ids']")
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         raise TypeError(f"a prompt is a list of token ids or a string, not {type(prompt).__name__}")
     if len(prompt) == 1 and isinstance(prompt[0], Sequence) and not isinstance(prompt[0], str | bytes):
         prompt = prompt[0]  # a batch of one, as tokenizers return it
+    prompt = [token.item() if getattr(token, "ndim", None) == 0 else token for token in prompt]
     for token in prompt:
         if isinstance(token, bool) or not isinstance(token, Integral):
             raise TypeError(f"a prompt holds token ids, and {token!r} is none")

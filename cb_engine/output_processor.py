@@ -66,7 +66,9 @@ class OutputProcessor:
         state = self._texts.get(request.request_id)
         if state is None:
             detokenizer = IncrementalDetokenizer(self._tokenizer, request.prompt_token_ids)
-            state = self._texts[request.request_id] = _Text(detokenizer, StopChecker(request.sampling_params.stop))
+            state = self._texts[request.request_id] = _Text(
+                detokenizer, StopChecker(request.sampling_params.stop or ())
+            )
         matched: str | None = None
         tokens = request.output_token_ids
         hidden = request.stop_reason if request.finish_reason == "stop" else None

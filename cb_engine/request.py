@@ -29,22 +29,26 @@ class Status(Enum):
     FINISHED = auto()
 
 
-@dataclass
+@dataclass(eq=False)
 class ForkGroup:
-    """Requests with one prompt: the first computes it, the others fork its blocks."""
+    """Requests with one prompt: the first computes it, all but its last token, and the others fork its blocks."""
 
-    members: list[Request] = field(default_factory=list)
+    members: dict[str, Request] = field(default_factory=dict)  # unfinished ones
 
     def source(self) -> Request | None:
         """A running member that holds all of the prompt but its last token."""
-        for member in self.members:
+        for member in self.members.values():
             if member.status is Status.RUNNING and member.num_computed_tokens >= member.num_prompt_tokens - 1:
                 return member
         return None
 
     def prefill_under_way(self) -> bool:
         """Whether a member is computing the prompt right now, so that waiting for it pays."""
-        return any(m.status is Status.RUNNING for m in self.members)
+        return any(m.status is Status.RUNNING for m in self.members.values())
+
+    def others_wait(self, request: Request) -> bool:
+        """Whether another member could still fork the prompt's blocks."""
+        return any(m.status is Status.WAITING and m is not request for m in self.members.values())
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, cast, get_args
 
+_GREEDY_BELOW = 1e-5  # logits divided by less leave the range of fp32
+_LARGEST_PENALTY = 1e6
+
 LogprobsMode = Literal["processed", "raw"]
 
 
@@ -59,7 +62,7 @@ class SamplingParams:
     """
 
     n: int = 1
-    temperature: float = 1.0  # 0: greedy
+    temperature: float = 1.0  # 0, and what rounds to it (below 1e-5): greedy
     top_p: float = 1.0  # 1: off
     top_k: int = 0  # 0: off; -1 means the same and is stored as 0
     min_p: float = 0.0  # 0: off
@@ -69,7 +72,7 @@ class SamplingParams:
     seed: int | None = None  # None: the engine makes one
     max_tokens: int | None = None  # None: up to the maximum length; 0: nothing is generated
     min_tokens: int = 0  # no EOS and no stop token before this many tokens
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] | None = ()  # one that begins before min_tokens are out is passed over
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; 0: the sampled token's; N: those of the N best as well
@@ -120,18 +123,25 @@ class SamplingParams:
             "repetition_penalty": _float(
                 "repetition_penalty",
                 self.repetition_penalty,
-                low=0.0,
-                open_low=True,
+                low=1.0 / _LARGEST_PENALTY,
+                high=_LARGEST_PENALTY,
                 hint="use 1 to turn it off",
             ),
-            "presence_penalty": _float("presence_penalty", self.presence_penalty),
-            "frequency_penalty": _float("frequency_penalty", self.frequency_penalty),
+            "presence_penalty": _float(
+                "presence_penalty", self.presence_penalty, low=-_LARGEST_PENALTY, high=_LARGEST_PENALTY
+            ),
+            "frequency_penalty": _float(
+                "frequency_penalty", self.frequency_penalty, low=-_LARGEST_PENALTY, high=_LARGEST_PENALTY
+            ),
         }
+        if floats["temperature"] < _GREEDY_BELOW:
+            floats["temperature"] = 0.0
         for name, number in (*ints.items(), *floats.items()):
             self._store(name, number)
 
     def _normalise_collections(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else _sequence("stop", self.stop)
+        given = () if self.stop is None else self.stop
+        stop = (given,) if isinstance(given, str) else _sequence("stop", given)
         for text in stop:
             if not isinstance(text, str):
                 raise TypeError(f"stop must hold strings, got {text!r}; use stop_token_ids for token ids")

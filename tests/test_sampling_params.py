@@ -124,7 +124,8 @@ def test_normal_forms():
 
 def test_is_greedy():
     assert SamplingParams(temperature=0).is_greedy
-    assert not SamplingParams(temperature=1e-9).is_greedy
+    assert not SamplingParams(temperature=1e-4).is_greedy
+    assert SamplingParams(temperature=1e-50) == SamplingParams(temperature=0), "what fp32 cannot divide by is greedy"
 
 
 def test_no_generated_token_is_legal():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import queue
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +66,10 @@ def attach(model: nn.Module, *, tokenizer: Any | None = None) -> nn.Module:
     Raises:
         UnsupportedModelError: naming the layer or setting that the engine would compute wrongly.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"attach needs a loaded model, not {model!r}; load it with AutoModelForCausalLM.from_pretrained"
+        )
     if _ATTRIBUTE in model.__dict__:
         detach(model)
     profile_model(model, make_shadow(model))
@@ -117,9 +121,7 @@ def init_continuous_batching(
         workload_hints: what is known of the work to come; see `WorkloadHints`.
     """
     settings = _settings_of(self, generation_config, {})
-    manager = _manager(self, settings, continuous_batching_config, workload_hints)
-    manager.follow(settings)
-    return manager
+    return _manager(self, settings, continuous_batching_config, workload_hints)
 
 
 def _settings_of(model: nn.Module, given: Any | None, overrides: Mapping[str, Any]) -> GenerationSettings:
@@ -127,34 +129,48 @@ def _settings_of(model: nn.Module, given: Any | None, overrides: Mapping[str, An
 
 
 def _manager(
-    model: nn.Module, settings: GenerationSettings, config: Config, hints: Hints, *, persistent: bool = False
+    model: nn.Module,
+    settings: GenerationSettings,
+    config: Config,
+    hints: Hints,
+    *,
+    persistent: bool = False,
+    session: bool = False,
+    follow: bool = True,
 ) -> ContinuousBatchingManager:
-    """The persistent manager if it suits, else a new one, which becomes the persistent one if that is asked for."""
+    """The persistent manager if it suits and still fits the model, else a new one.
+
+    Args:
+        persistent: a new manager becomes the persistent one, unless another is in use.
+        session: begin a session of it, before anybody else can end it.
+        follow: requests without SamplingParams follow `settings` from now on.
+    """
     attachment = _attachment(model)
     if config is None:
         config = getattr(settings.config, "continuous_batching_config", None)
     wished = None if config is None else translate_config(config)
     with attachment.lock:
-        kept = attachment.persistent
-        if kept is not None and kept.suits(wished):
-            return kept
-        if kept is not None and not kept.in_use:
-            kept.destroy()
-            attachment.persistent = None
-        elif kept is not None and persistent:
-            raise RuntimeError(
-                "the persistent manager is in use with another config; wait for it, or leave persistence off"
+        manager = attachment.persistent
+        if manager is not None and not (manager.suits(wished) and manager.follows_model()):
+            if not manager.in_use:
+                manager.destroy()
+                attachment.persistent = None
+            manager = None
+        if manager is None:
+            engine = Engine(
+                model,
+                tokenizer=attachment.tokenizer,
+                config=config,
+                hints=hints,
+                eos_token_id=settings.eos_token_id,
             )
-        engine = Engine(
-            model,
-            tokenizer=attachment.tokenizer,
-            config=config,
-            hints=hints,
-            eos_token_id=settings.eos_token_id,
-        )
-        manager = ContinuousBatchingManager(engine, settings, wished or translate_config(None))
-        if persistent:
-            attachment.persistent = manager
+            manager = ContinuousBatchingManager(engine, settings, wished or translate_config(None))
+            if persistent and attachment.persistent is None:
+                attachment.persistent = manager
+        elif follow:
+            manager.follow(settings)
+        if session:
+            manager.begin_session(settings if follow else None)
         return manager
 
 
@@ -188,8 +204,10 @@ def continuous_batching_context_manager(
     If the block raises, unfinished work is aborted, unless others use the same persistent manager.
     """
     settings = _settings_of(self, generation_config, {})
-    manager = _manager(self, settings, continuous_batching_config, workload_hints, persistent=persistent_manager)
-    with _session(self, manager, settings=settings, warmup=warmup, block=block, timeout=timeout):
+    manager = _manager(
+        self, settings, continuous_batching_config, workload_hints, persistent=persistent_manager, session=True
+    )
+    with _session(self, manager, with_settings=True, warmup=warmup, block=block, timeout=timeout):
         yield manager
 
 
@@ -198,24 +216,22 @@ def _session(
     model: nn.Module,
     manager: ContinuousBatchingManager,
     *,
+    with_settings: bool,
     warmup: bool,
-    settings: GenerationSettings | None = None,
     block: bool = True,
     timeout: float | None = None,
     progress_bar: bool = False,
 ) -> Generator[None, None, None]:
-    """One caller's use of a manager, from `start` to `stop`; the last of several callers stops it."""
-    manager.begin_session(settings)
+    """One caller's use of a manager whose session has begun; the last of several callers stops it."""
     failed = True
     try:
-        manager.sync_weights()
         if warmup:
             manager.warmup(progress_bar)
         yield
         failed = False
     finally:
         manager.end_session(
-            with_settings=settings is not None,
+            with_settings=with_settings,
             block=block,
             timeout=timeout,
             keep=_attachment(model).persistent is manager,
@@ -241,14 +257,16 @@ def generate_batch(
 
     Args:
         inputs: prompts as token ids (lists, arrays, tensors), or as strings if a tokenizer is attached.
-        generation_config: as in `generate`; by default the model's own.
+        generation_config: as in transformers' `generate_batch`: what is unset is off, and without a length a request
+            may run to the maximum length. By default the model's own.
         continuous_batching_config: an EngineConfig, transformers' ContinuousBatchingConfig, or a dict.
         record_timestamps: record the time of every token.
         progress_bar: show progress.
         persistent_manager: keep the engine for the next call.
         warmup: run every padded shape first (there are none on an uncompiled CPU).
         workload_hints: override what is read off the inputs; all that a kept engine is sized by.
-        sampling_params: one for all, or one per input; excludes GenerationConfig overrides but max_new_tokens.
+        sampling_params: one for all, or one per input; of the generation config only the EOS and, for those without
+            `max_tokens`, the length count then. Excludes GenerationConfig overrides but max_new_tokens.
         **kwargs: GenerationConfig overrides.
 
     Returns:
@@ -261,20 +279,29 @@ def generate_batch(
     """
     if sampling_params is not None and kwargs.keys() - {"max_new_tokens"}:
         raise TypeError(f"{sorted(kwargs)} and sampling_params both given; put everything into sampling_params")
-    if isinstance(inputs, str | bytes | Mapping):
-        raise TypeError(f"inputs must be a list of prompts, not one {type(inputs).__name__}; put it into a list")
+    inputs = _list_of(inputs)
     settings = _settings_of(self, generation_config, kwargs)
-    if len(inputs) == 0:
+    if not inputs:
         return {}
     prompts, params = _prompts_of(self, inputs, settings, sampling_params, kwargs.get("max_new_tokens"))
     hints = normalize_hints(workload_hints)
     if not persistent_manager:  # an engine that is kept is not cut to the size of its first call
         hints = _hints_of(prompts, params) | hints
-    manager = _manager(self, settings, continuous_batching_config, hints, persistent=persistent_manager)
     options = RequestOptions(eos_token_id=_eos_option(settings), record_timestamps=record_timestamps)
-    requests = manager.make_all(prompts, params, options)
-    with _session(self, manager, warmup=warmup, progress_bar=progress_bar):
+    manager = _manager(
+        self, settings, continuous_batching_config, hints, persistent=persistent_manager, session=True, follow=False
+    )
+    with _session(self, manager, with_settings=False, warmup=warmup, progress_bar=progress_bar):
+        requests = manager.make_all(prompts, params, options)
         return _collect(manager, requests, progress_bar)
+
+
+def _list_of(inputs: Any) -> list[Any]:
+    if isinstance(inputs, Mapping):
+        raise TypeError("inputs must be a list of prompts, not a tokenizer's output or a dict; pass its ['input_ids']")
+    if isinstance(inputs, str | bytes) or not isinstance(inputs, Iterable):
+        raise TypeError(f"inputs must be a list of prompts, not one {type(inputs).__name__}; put it into a list")
+    return list(inputs)
 
 
 def _prompts_of(
@@ -294,7 +321,9 @@ def _prompts_of(
             if given is None:
                 params.append(settings.sampling_params(len(prompts[-1])))
             else:
-                params.append(given if max_new_tokens is None else given.clone(max_tokens=max_new_tokens))
+                announced = settings.max_new_tokens if given.max_tokens is None else None
+                limit = announced if max_new_tokens is None else max_new_tokens
+                params.append(given if limit is None else given.clone(max_tokens=limit))
     return prompts, params
 
 

@@ -50,6 +50,7 @@ class GenerationSettings:
     """A GenerationConfig, checked: what the manager needs of it."""
 
     config: GenerationConfig
+    origin: str  # where it came from, for error messages
 
     @classmethod
     def of(
@@ -59,7 +60,6 @@ class GenerationSettings:
 
         Raises:
             TypeError: an override that GenerationConfig does not have.
-            ValueError: a setting that this engine does not do.
         """
         base = given if given is not None else model_config
         config = GenerationConfig() if base is None else GenerationConfig.from_dict(base.to_dict())
@@ -70,8 +70,7 @@ class GenerationSettings:
             setattr(config, name, value)
         if given is not None and model_config is not None and config.eos_token_id is None:
             config.eos_token_id = model_config.eos_token_id
-        _refuse_unsupported(config)
-        return cls(config)
+        return cls(config, "the model's generation_config" if given is None else "generation_config")
 
     @property
     def eos_token_id(self) -> int | list[int] | None:
@@ -89,16 +88,20 @@ class GenerationSettings:
         Unset means off, as in transformers' continuous batching (its `generate` would default top_k to 50).
 
         Raises:
-            ValueError: a value out of range.
+            ValueError: a value out of range, or a setting that this engine does not do.
         """
         c = self.config
+        _refuse_unsupported(c, self.origin)
         max_tokens = c.max_new_tokens
         if max_tokens is None and c.max_length is not None:
             max_tokens = max(0, c.max_length - prompt_length)
         min_tokens = c.min_new_tokens
         if min_tokens is None and c.min_length:
             min_tokens = max(0, c.min_length - prompt_length)
-        bad_words = [list(ids) for ids in c.bad_words_ids or ()] + [[t] for t in c.suppress_tokens or ()]
+        # transformers leaves the EOS out of the bad words: a ban of it would be meant for suppress_tokens.
+        eos = c.eos_token_id if isinstance(c.eos_token_id, list) else [c.eos_token_id]
+        bad_words = [list(ids) for ids in c.bad_words_ids or () if list(ids) not in [[e] for e in eos]]
+        bad_words += [[t] for t in c.suppress_tokens or ()]
         fields: dict[str, Any] = {
             "n": c.num_return_sequences,
             "temperature": (1.0 if c.temperature is None else c.temperature) if c.do_sample else 0.0,
@@ -116,12 +119,14 @@ class GenerationSettings:
         return SamplingParams(**{k: v for k, v in (fields | changes).items() if v is not None})
 
 
-def _refuse_unsupported(config: GenerationConfig) -> None:
+def _refuse_unsupported(config: GenerationConfig, origin: str) -> None:
     for name, value in config.to_dict().items():
         if value is None or value is False or name in _TRANSLATED or name in _MOOT:
             continue
         if value not in _NEUTRAL.get(name, ()):
-            raise ValueError(f"generation config: {name}={value!r} is not supported by cb_engine; leave it unset")
+            raise ValueError(
+                f"{origin}: {name}={value!r} is not supported by cb_engine; unset it, or give sampling_params instead"
+            )
 
 
 def _bias(sequence_bias: Any) -> dict[int, float] | None:

@@ -22,7 +22,7 @@ from cb_engine.api.generation_config import GenerationSettings
 from cb_engine.api.mailbox import Mailbox, Sink
 from cb_engine.config import Translated
 from cb_engine.engine import Abort, Add, Engine
-from cb_engine.errors import EngineError, EngineStoppedError, QueueFullError
+from cb_engine.errors import EngineError, EngineStoppedError, ModelChangedError, QueueFullError
 from cb_engine.intake import RequestOptions, naming_input
 from cb_engine.metrics import EngineStats
 from cb_engine.outputs import GenerationOutput, RequestStatus
@@ -104,6 +104,14 @@ class ContinuousBatchingManager:
         """Whether a call with this config (None: no wish) can use this manager as it is."""
         return self._thread.failure is None and (config is None or config == self._made_for)
 
+    def follows_model(self) -> bool:
+        """Takes over what has changed in the model; False if it has become another one."""
+        try:
+            self.sync_weights()
+        except ModelChangedError:
+            return False
+        return True
+
     def follow(self, settings: GenerationSettings) -> None:
         """From now on requests without SamplingParams follow these settings.
 
@@ -132,6 +140,8 @@ class ContinuousBatchingManager:
             RuntimeError: another user's requests follow other settings right now.
         """
         with self._sessions_lock:
+            if not self.in_use:
+                self._mailbox.clear()  # what the last user has left lying
             if settings is not None:
                 self.follow(settings)
             self._start()
@@ -148,9 +158,7 @@ class ContinuousBatchingManager:
             if self.in_use:
                 return
             self._stop(block=block, timeout=timeout, keep=keep, hard_stop=hard_stop)
-            if keep:
-                self._mailbox.clear()
-            elif not self.is_running():
+            if not keep and not self.is_running():
                 self.destroy()
 
     def stop(
@@ -191,7 +199,10 @@ class ContinuousBatchingManager:
         """Stops at once, aborts what is unfinished and frees the cache. The manager is of no use afterwards."""
         self._thread.stop(abort=True)
         self._thread.join()
+        if self._thread.failure is None:
+            self._mailbox.deliver(self.engine.step())  # what was submitted and never ran ends as aborted
         self._thread.give_up(EngineStoppedError("the manager was destroyed; make a new one"))
+        self._mailbox.close()
         self.engine.close()
 
     def pause(self) -> AbstractContextManager[None]:
@@ -432,6 +443,8 @@ def spread_params(
     """
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise TypeError(f"sampling_params must be a SamplingParams or a list of them, not {params!r}")
     if len(params) != count:
         raise ValueError(f"sampling_params has {len(params)} entries for {count} inputs; give one for all or one each")
     return list(params)

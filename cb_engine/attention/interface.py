@@ -87,6 +87,8 @@ def attention_forward(
     if unknown or attention_mask is not None or dropout:
         what = sorted(unknown) or ["attention_mask" if attention_mask is not None else "dropout"]
         raise NotImplementedError(f"attention arguments that paged attention does not know: {', '.join(what)}")
+    if getattr(module, "is_causal", True) is False:
+        raise NotImplementedError("attention that sees later tokens (is_causal=False)")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))

@@ -9,9 +9,11 @@ import torch
 from cb_engine.attention.backend import AttentionBackend
 from cb_engine.attention.torch_backend import TorchBackend
 
+_NATIVE_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
-def select_backend(name: str, devices: Iterable[torch.device]) -> AttentionBackend:
-    """Returns the backend for layers on these devices.
+
+def select_backend(name: str, devices: Iterable[torch.device], dtypes: Iterable[torch.dtype]) -> AttentionBackend:
+    """Returns the backend for layers on these devices, with keys and values of these types.
 
     Args:
         name: "torch", "native" or "auto": native kernels on a CPU where they can be built, else plain PyTorch.
@@ -19,17 +21,17 @@ def select_backend(name: str, devices: Iterable[torch.device]) -> AttentionBacke
     Raises:
         ValueError: "native" was asked for and cannot be had.
     """
-    on_cpu = all(device.type == "cpu" for device in devices)
-    if name == "torch" or (name == "auto" and not on_cpu):
+    fits = all(device.type == "cpu" for device in devices) and set(dtypes) <= _NATIVE_DTYPES
+    if name == "torch" or (name == "auto" and not fits):
         return TorchBackend()
     from cb_engine.attention.native import build  # imported late: looking for a compiler costs time
     from cb_engine.attention.native_backend import NativeBackend
 
-    if on_cpu and build.load():
+    if fits and build.load():
         return NativeBackend()
     if name == "native":
         raise ValueError(
-            "attention_backend='native' needs all layers on the CPU and a C++ compiler; install one (g++ or clang++), "
-            "or use 'auto'"
+            "attention_backend='native' needs all layers on the CPU in fp32, bf16 or fp16, and a C++ compiler; "
+            "install one (g++ or clang++), or use 'auto'"
         )
     return TorchBackend()

@@ -46,6 +46,7 @@ def size_groups(groups: Sequence[LayerGroup], config: ResolvedConfig) -> tuple[K
         ValueError: not even one sequence block fits.
     """
     if config.num_blocks is not None:
+        _check_memory(groups, config.num_blocks + 1, config.block_size)
         return tuple(KVGroup(g.window, config.num_blocks + 1) for g in groups)
     per_seq = [_blocks_per_seq(g.window, config) for g in groups]
     # Hints tell what is likely, not what is allowed: one sequence of the maximum length has to fit too.
@@ -60,6 +61,16 @@ def size_groups(groups: Sequence[LayerGroup], config: ResolvedConfig) -> tuple[K
     if any(size.num_blocks < 2 for size in sizes):
         raise ValueError("no memory for a single KV block; free some, or raise max_memory_percent")
     return sizes
+
+
+def _check_memory(groups: Sequence[LayerGroup], num_blocks: int, block_size: int) -> None:
+    for device in {layer.device for g in groups for layer in g.layers}:
+        wanted = num_blocks * sum(_bytes_per_block(g, device, block_size) for g in groups)
+        if wanted > (free := free_memory(device)):
+            raise ValueError(
+                f"num_blocks={num_blocks - 1} needs {wanted / 2**30:.1f} GiB on {device}, where {free / 2**30:.1f} GiB "
+                "are free; lower it, or leave it None"
+            )
 
 
 def _blocks_per_seq(window: int | None, config: ResolvedConfig) -> int:

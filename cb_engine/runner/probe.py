@@ -85,6 +85,8 @@ def profile_model(model: nn.Module, shadow: nn.Module) -> ModelProfile:
         UnsupportedModelError: naming the layer type or the setting that is not supported, and why.
     """
     config = getattr(model, "config", None)
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise UnsupportedModelError("PEFT prompt learning (prompt, prefix or p-tuning) is not supported; LoRA is")
     if config is None or not callable(getattr(model, "forward", None)):
         raise UnsupportedModelError(
             f"{type(model).__name__} is no transformers causal language model: it has no config"
@@ -95,6 +97,10 @@ def profile_model(model: nn.Module, shadow: nn.Module) -> ModelProfile:
             f"{type(model).__name__} is split by a tp_plan: tensor parallelism is not supported"
         )
     device = _input_device(shadow)
+    if device.type == "meta":
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no weights (it is on the meta device); load them first"
+        )
     context = _ProbeContext()
     tokens = torch.ones(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
     positions = torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0)
@@ -107,6 +113,7 @@ def profile_model(model: nn.Module, shadow: nn.Module) -> ModelProfile:
         raise UnsupportedModelError(
             f"{type(model).__name__} does not run with paged attention ({type(error).__name__}: {error})"
         ) from error
+    _refuse_headless(shadow, getattr(output, "logits", None))
     _refuse_foreign_layers(shadow, config, context)
     layers = tuple(context.layers[i] for i in sorted(context.layers))
     # Over several devices accelerate moves the wanted rows' indices to one and the hidden states to another.
@@ -132,6 +139,15 @@ def _refuse_by_config(config: Any) -> None:
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in ("full_attention", "sliding_attention"):
             raise UnsupportedModelError(f"{config.model_type}: layers of type {kind!r} are not supported")
+
+
+def _refuse_headless(shadow: nn.Module, logits: torch.Tensor | None) -> None:
+    """A language model gives logits over the vocabulary for every token; classifiers and base models do not."""
+    head = getattr(_innermost(shadow), "get_output_embeddings", None)
+    if logits is None or logits.dim() != 3 or logits.shape[1] != _PROBE_TOKENS or (head is not None and head() is None):
+        raise UnsupportedModelError(
+            f"{type(_innermost(shadow)).__name__} gives no logits over a vocabulary; load it as AutoModelForCausalLM"
+        )
 
 
 def _refuse_foreign_layers(shadow: nn.Module, config: Any, context: _ProbeContext) -> None:

@@ -44,6 +44,10 @@ def make_shadow(model: nn.Module) -> nn.Module:
         ) from error
     shadow.train(False)
     for module in shadow.modules():
+        if hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable"):
+            del module.__dict__[
+                "forward"
+            ]  # `model.forward = torch.compile(model.forward)` is bound to the user's model
         if getattr(module, "gradient_checkpointing", False):
             setattr(module, "gradient_checkpointing", False)  # noqa: B010 (a Module's attributes are typed as modules)
         config = getattr(module, "config", None)

@@ -137,7 +137,7 @@ class Scheduler:
             self._waiting.remove(request)
         del self._requests[request.request_id]
         if request.fork_group is not None:
-            request.fork_group.members.remove(request)
+            request.fork_group.members.pop(request.request_id, None)
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
         request.finished_time = time.perf_counter()
@@ -193,7 +193,7 @@ class Scheduler:
     def _schedule_running(self, draft: _Draft) -> None:
         """Gives running requests their next tokens."""
         for request in sorted(self._running, key=self._step_order):
-            num_tokens = min(request.num_remaining_tokens, draft.budget, self.config.max_prefill_chunk)
+            num_tokens = self._chunk(request, request.num_computed_tokens, draft.budget)
             if request.status is not Status.RUNNING or num_tokens <= 0:
                 continue  # preempted by an earlier one in this very loop, or no budget left
             num_tokens = self._make_room(request, num_tokens, draft)
@@ -237,17 +237,37 @@ class Scheduler:
     def _schedule_waiting(self, draft: _Draft) -> None:
         """Admits waiting requests in order while sequences, budget and blocks last."""
         reserve = len(self._running)
+        sources: dict[ForkGroup, Request | None] = {}  # looked up once a step: a group may have thousands of members
+        under_way: set[ForkGroup] = set()
         for request in self._waiting:
             if draft.budget <= 0 or len(self._running) >= self.config.max_num_seqs:
                 break
             group = request.fork_group
-            source = group.source() if group else None
-            if group is not None and source is None and group.prefill_under_way():
+            if group is not None and group not in sources:
+                sources[group] = group.source()
+                if sources[group] is None and group.prefill_under_way():
+                    under_way.add(group)
+            if group in under_way:
                 continue  # a sibling is computing this very prompt
+            source = sources[group] if group is not None else None
             num_tokens = self._admit(request, source, draft.budget, reserve)
             if num_tokens == 0:
                 break  # whoever is first in line goes first: no overtaking by smaller requests
+            if group is not None and source is None:
+                under_way.add(group)
             draft.add(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
+
+    def _chunk(self, request: Request, num_computed_tokens: int, budget: int) -> int:
+        """Tokens that a request may compute in this step.
+
+        While siblings wait to fork its blocks, the prompt's last token is left for a step of its own: they join in
+        that step, before the first of them can end and take the blocks away.
+        """
+        limit = request.num_tokens - num_computed_tokens
+        before_last = request.num_prompt_tokens - 1 - num_computed_tokens
+        if request.fork_group is not None and before_last > 0 and request.fork_group.others_wait(request):
+            limit = min(limit, before_last)
+        return min(limit, budget, self.config.max_prefill_chunk)
 
     def _admit(self, request: Request, source: Request | None, budget: int, reserve: int) -> int:
         """Starts a waiting request; returns the tokens it computes in this step, 0 if it has to wait.
@@ -262,7 +282,7 @@ class Scheduler:
         chunk = self.config.max_prefill_chunk
         if self._running and not self._blocks.has_room_for(remaining, chunk, reserve, shared):
             return 0
-        num_tokens = min(remaining, budget, chunk)
+        num_tokens = self._chunk(request, known, budget)
         while not self._blocks.allocate(request, num_tokens, shared):
             if self._running:
                 return 0
@@ -356,5 +376,5 @@ def make_fork_groups(requests: Sequence[Request]) -> None:
     for request in requests:
         key = (request.sampling_params.cache_salt, tuple(request.prompt_token_ids))
         group = groups.setdefault(key, ForkGroup())
-        group.members.append(request)
+        group.members[request.request_id] = request
         request.fork_group = group

@@ -196,7 +196,7 @@ UNSUPPORTED = [(name, value) for name, value in _UNSUPPORTED if hasattr(Generati
 @pytest.mark.parametrize(("name", "value"), UNSUPPORTED)
 def test_what_this_engine_does_not_do_is_refused_by_name(name: str, value: Any):
     with pytest.raises(ValueError, match=f"{name}="):
-        settings({}, **{name: value})
+        settings({}, **{name: value}).sampling_params(3)
 
 
 @pytest.mark.parametrize(

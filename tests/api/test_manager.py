@@ -315,6 +315,37 @@ class TestPersistence:
             thread.join(60)
         assert results == {i: [expected([i + 1] * (3 * i + 1), 40)] * 3 for i in range(4)}
 
+    def test_concurrent_calls_with_other_configs_get_engines_of_their_own(self, model: Any) -> None:
+        results: dict[int, list[Any]] = {0: [], 1: []}
+
+        def call(index: int) -> None:
+            for _ in range(4):
+                outputs = model.generate_batch(
+                    [[index + 1, 2]],
+                    max_new_tokens=20,
+                    persistent_manager=True,
+                    continuous_batching_config={"block_size": 4 + 4 * index},
+                )
+                results[index] += [o.generated_tokens for o in outputs.values()]
+
+        threads = [threading.Thread(target=call, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert results == {i: [expected([i + 1, 2], 20)] * 4 for i in range(2)}
+
+    def test_results_can_be_read_after_the_session_until_the_next_begins(self, model: Any) -> None:
+        with model.continuous_batching_context_manager(persistent_manager=True) as manager:
+            request_id = manager.add_request([1], max_new_tokens=2)
+        assert manager.get_result(request_id).generated_tokens == expected([1], 2)
+
+    def test_destroying_a_manager_that_never_ran_ends_its_requests(self, model: Any) -> None:
+        manager = model.init_continuous_batching()
+        request_id = manager.add_request([1], max_new_tokens=2)
+        manager.destroy()
+        assert manager.get_result(request_id).finish_reason == "abort"
+
     def test_a_kept_manager_follows_the_settings_of_the_call_at_hand(self, model: Any) -> None:
         from transformers import GenerationConfig
 
@@ -416,6 +447,14 @@ class TestOutsideCode:
     def test_one_string_is_not_taken_for_many_prompts(self, model: Any) -> None:
         with pytest.raises(TypeError, match="put it into a list"):
             model.generate_batch("Hi!", max_new_tokens=1)
+        with pytest.raises(TypeError, match="input_ids"):
+            model.generate_batch({"input_ids": [[1]]})
+        with pytest.raises(TypeError, match="list of prompts"):
+            model.generate_batch(None)
+        assert len(model.generate_batch((p for p in ([1], [2])), max_new_tokens=1)) == 2
+        for bad in ({"temperature": 0}, [SamplingParams(), None]):
+            with pytest.raises(TypeError, match="sampling_params"):
+                model.generate_batch([[1], [2]], sampling_params=bad)
 
     def test_an_attached_model_can_be_pickled(self) -> None:
         import pickle

@@ -72,6 +72,31 @@ def test_what_is_no_language_model_is_refused() -> None:
         cb_engine.attach(torch.nn.Linear(2, 2))
 
 
+def test_bidirectional_models_and_models_without_a_head_are_refused() -> None:
+    bert = transformers.BertConfig(**SIZES, is_decoder=False)
+    with pytest.raises(UnsupportedModelError, match="is_causal"):
+        cb_engine.attach(transformers.BertLMHeadModel(bert))
+    llama = transformers.LlamaConfig(**SIZES)
+    for kind in (transformers.LlamaModel, transformers.LlamaForSequenceClassification):
+        with pytest.raises(UnsupportedModelError, match="AutoModelForCausalLM"):
+            cb_engine.attach(kind(llama))
+    with pytest.raises(TypeError, match="from_pretrained"):
+        cb_engine.attach("some/model")  # type: ignore[arg-type]
+
+
+def test_prompt_learning_is_refused_and_the_meta_device_too() -> None:
+    import torch
+
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(UnsupportedModelError, match="prompt learning"):
+        cb_engine.attach(peft.get_peft_model(tiny.make_model("llama"), config))
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES))
+    with pytest.raises(UnsupportedModelError, match="meta device"):
+        cb_engine.attach(empty)
+
+
 def test_rope_that_depends_on_the_longest_neighbour_limits_the_length() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
     model = tiny.make_model("llama", rope_parameters=rope, max_position_embeddings=256)

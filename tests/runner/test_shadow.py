@@ -12,8 +12,9 @@ from accelerate import cpu_offload, dispatch_model
 from transformers import GenerationConfig
 
 import cb_engine
-from cb_engine import Engine, EngineError, SamplingParams
+from cb_engine import Engine, SamplingParams
 from cb_engine.attention.interface import ATTENTION_NAME
+from cb_engine.errors import ModelChangedError
 from cb_engine.runner.shadow import fingerprint, make_shadow
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -120,7 +121,7 @@ def test_another_architecture_under_a_living_engine_is_refused(model: Any) -> No
     engine = Engine(model, eos_token_id=-1)
     model.model.layers = model.model.layers[:1]
     model.config.num_hidden_layers = 1
-    with pytest.raises(EngineError, match="make a new engine"):
+    with pytest.raises(ModelChangedError, match="make a new engine"):
         engine.sync_weights()
 
 
@@ -133,3 +134,30 @@ def test_a_fingerprint_sees_values_identity_and_settings(model: Any) -> None:
     assert fingerprint(model).tensors != before.tensors
     model.lm_head.scale = 2.0
     assert fingerprint(model).structure != before.structure
+
+
+def test_a_persistent_manager_is_replaced_when_the_model_becomes_another(model: Any) -> None:
+    cb_engine.attach(model)
+    config = GenerationConfig(eos_token_id=-1, max_new_tokens=4, pad_token_id=0)
+
+    def check() -> None:
+        output = next(iter(model.generate_batch([PROMPT], config, persistent_manager=True).values()))
+        assert output.generated_tokens == tiny.generate(model, PROMPT, 4)
+
+    check()
+    first = model._cb_engine.persistent
+    model.double()
+    check()
+    assert model._cb_engine.persistent is not first
+    model.float()
+    model.resize_token_embeddings(140)
+    check()
+    tokens = next(iter(model.generate_batch([[139]], config).values())).generated_tokens
+    assert tokens == tiny.generate(model, [139], 4)
+    cb_engine.detach(model)
+
+
+def test_a_forward_compiled_in_place_is_left_to_the_user(model: Any) -> None:
+    reference = tiny.generate(model, PROMPT, 6)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert answer(Engine(model, eos_token_id=-1)) == reference

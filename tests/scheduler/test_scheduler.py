@@ -586,8 +586,8 @@ def test_siblings_wait_for_the_prompt_and_then_fork_it(caching: bool):
     rig = Rig(budget=8, caching=caching)
     rig.add_group(11, 3)
     assert rig.step() == {"r1": (0, 8)}
-    assert rig.step() == {"r1": (8, 3)}  # 5 tokens of budget are left, and nobody recomputes what r1 does
-    assert rig.step() == {"r1": (11, 1), "r2": (10, 1), "r3": (10, 1)}
+    assert rig.step() == {"r1": (8, 2)}  # the last token waits for the siblings; nobody recomputes what r1 does
+    assert rig.step() == {"r1": (10, 1), "r2": (10, 1), "r3": (10, 1)}
     # r2 and r3 each copied the third block, which r1 goes on writing into.
     [table] = rig.plan.block_tables
     assert len({tuple(row[:2]) for row in table.tolist()}) == 1
@@ -614,7 +614,7 @@ def test_others_may_pass_while_siblings_wait():
     rig.add_group(11, 2)
     rig.add([1, 2], "other")
     rig.step()
-    assert rig.step() == {"r1": (8, 3), "other": (0, 2)}
+    assert rig.step() == {"r1": (8, 2), "other": (0, 2)}
 
 
 @pytest.mark.parametrize("caching", [False, True])
@@ -636,9 +636,18 @@ def test_siblings_of_a_leader_that_has_finished_compute_for_themselves(caching: 
     rig = Rig(seqs=1, caching=caching)
     leader, sibling = rig.add_group(10, 2, max_tokens=1)
     rig.step()
+    rig.step()
     assert leader.is_finished
     assert rig.step() == {sibling.request_id: (start, 10 - start)}
     assert sibling.finish_reason == "length"
+
+
+def test_siblings_that_end_with_their_first_token_still_compute_the_prompt_once():
+    rig = Rig(seqs=50, blocks=200)
+    requests = rig.add_group(10, 50, max_tokens=1)
+    assert rig.step() == {requests[0].request_id: (0, 9)}
+    assert rig.step() == {r.request_id: (9, 1) for r in requests}
+    assert all(r.is_finished for r in requests)
 
 
 def test_any_sibling_that_has_the_prompt_may_be_forked():
