@@ -74,7 +74,10 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def allocate(self, spec: KVSpec, num_blocks: int, device: torch.device) -> KVCache:
-        """Allocates zeroed keys and values for `num_blocks` blocks (block 0, the null block, included)."""
+        """Allocates keys and values for `num_blocks` blocks (block 0, the null block, included).
+
+        Their content is undefined: `run` reads no slot that it has not written.
+        """
 
     @abstractmethod
     def plan(

@@ -48,7 +48,7 @@ class NativeBackend(AttentionBackend):
         heads = (num_blocks, spec.num_kv_heads)
         k_shape = (*heads, spec.block_size // wide, -(-spec.head_dim // pair), wide, pair)
         v_shape = (*heads, -(-spec.block_size // pair), -(-spec.head_dim // _LANES) * _LANES, pair)
-        return KVCache(k=_zeros(k_shape, spec.dtype), v=_zeros(v_shape, spec.dtype))
+        return KVCache(k=_on_huge_pages(k_shape, spec.dtype), v=_on_huge_pages(v_shape, spec.dtype))
 
     def plan(
         self,
@@ -102,11 +102,14 @@ class NativeBackend(AttentionBackend):
         return output
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on huge pages where the system has them: blocks lie scattered, and small pages cost a look-up each."""
+def _on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory on huge pages where the system has them: blocks lie scattered, and small pages cost a look-up each.
+
+    It is not written to here, so that a block takes memory only once it is used.
+    """
     count = math.prod(shape)
     if sys.platform != "linux" or count * dtype.itemsize < 2 * _HUGE_PAGE:
-        return torch.zeros(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype)
     spare = _HUGE_PAGE // dtype.itemsize
     raw = torch.empty(count + spare, dtype=dtype)  # not touched yet, so its pages do not exist
     skip = -raw.data_ptr() % _HUGE_PAGE // dtype.itemsize
@@ -114,4 +117,4 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     advise(tensor.data_ptr(), count * dtype.itemsize, _MADV_HUGEPAGE)  # advice: a refusal changes nothing
-    return tensor.zero_().view(shape)
+    return tensor.view(shape)

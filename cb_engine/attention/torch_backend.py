@@ -32,7 +32,7 @@ class TorchBackend(AttentionBackend):
 
     def allocate(self, spec: KVSpec, num_blocks: int, device: torch.device) -> KVCache:
         shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        return KVCache(*(torch.zeros(shape, dtype=spec.dtype, device=device) for _ in range(2)))
+        return KVCache(*(torch.empty(shape, dtype=spec.dtype, device=device) for _ in range(2)))
 
     def plan(
         self,
