@@ -397,8 +397,9 @@ class TestLengthLimits:  # 13
 
 
 class TestChunkedPrefill:  # 14
-    def test_lengths_around_a_block_over_a_pool_full_of_nan(self) -> None:
-        model, _, _ = tiny.family("llama")
+    @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
+    def test_lengths_around_a_block_over_a_pool_full_of_nan(self, family: str) -> None:
+        model, _, _ = tiny.family(family)
         prompts = tiny.make_prompts((7, 8, 9, 16), seed=4)
         answers = [tiny.generate(model, p, 6) for p in prompts]
         for backend in ("torch", "auto"):

@@ -127,9 +127,10 @@ def _attend(
     visible = slots <= positions.unsqueeze(-1)  # [B, Q, L]
     if window is not None:
         visible &= slots > positions.unsqueeze(-1) - window
-    # What lies behind a sequence's end belongs to nobody and may be NaN: 0 * NaN would leak through the product.
-    written = slots <= positions[:, -1:]
-    v = v.masked_fill(~written[:, :, None, None], 0)
+    # What no query sees (behind the sequence's end, or in blocks that a window has given back) belongs to nobody and
+    # may be NaN: 0 * NaN would leak through the product.
+    seen = visible.any(dim=1)
+    v = v.masked_fill(~seen[:, :, None, None], 0)
 
     # [B, Hkv, G * Q, D]: the query heads of a KV head side by side, so that keys are read once for all of them.
     q = query.view(batch, num_queries, num_kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)

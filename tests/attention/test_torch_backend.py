@@ -53,7 +53,9 @@ def test_decode_prefill_and_mixed(
     table = torch.zeros(len(spans), 4, dtype=torch.int32)
     ids = iter(torch.randperm(31, generator=generator).add(1).tolist())
     for i, n in enumerate(lens):
-        for block in range(-(-n // BLOCK)):
+        # Blocks that no query's window reaches are given back: the table has the null block there.
+        first = 0 if window is None else max(0, spans[i][0] - window + 1) // BLOCK
+        for block in range(first, -(-n // BLOCK)):
             table[i, block] = next(ids)
 
     def slot(i: int, position: int) -> int:
@@ -61,6 +63,8 @@ def test_decode_prefill_and_mixed(
 
     for i, (past, _) in enumerate(spans):
         for position in range(past):
+            if table[i, position // BLOCK] == 0:
+                continue
             cache.k.flatten(0, 1)[slot(i, position)] = keys[i][position]
             cache.v.flatten(0, 1)[slot(i, position)] = values[i][position]
     slots = [slot(i, p) for i, (past, new) in enumerate(spans) for p in range(past, past + new)]
