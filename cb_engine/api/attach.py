@@ -167,10 +167,10 @@ def _manager(
             manager = ContinuousBatchingManager(engine, settings, wished or translate_config(None))
             if persistent and attachment.persistent is None:
                 attachment.persistent = manager
-        elif follow:
-            manager.follow(settings)
         if session:
             manager.begin_session(settings if follow else None)
+        elif follow:
+            manager.follow(settings)
         return manager
 
 
