@@ -48,7 +48,7 @@ class KVCache:
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """One step, as every layer of one KV-cache group sees it. Made by `AttentionBackend.plan`, read by `run`.
+    """One step, as every layer of one KV-cache group sees it. Completed by `AttentionBackend.plan`, read by `run`.
 
     Shapes: T packed query tokens (padding rows included), B requests (padding rows included), W blocks per row.
     """
@@ -66,6 +66,23 @@ class AttentionMetadata:
         return self.max_query_len == 1
 
 
+@dataclass(frozen=True)
+class AttentionParams:
+    """What a layer's attention is, beside its tensors.
+
+    Attributes:
+        scale: factor on the scores.
+        window: a query at position p sees the keys at positions in (p - window, p]; None sees all up to p.
+        softcap: scores become `softcap * tanh(scores / softcap)`.
+        sinks: [num_heads] extra logits that take part in the softmax and contribute no value (GPT-OSS).
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
 class AttentionBackend(ABC):
     """Kernels of one device. `plan()` runs once a step and group, `run()` once a layer."""
 
@@ -79,18 +96,9 @@ class AttentionBackend(ABC):
         Their content is undefined: `run` reads no slot that it has not written.
         """
 
-    @abstractmethod
-    def plan(
-        self,
-        *,
-        slot_mapping: torch.Tensor,
-        block_table: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        seq_lens: torch.Tensor,
-        max_query_len: int,
-        max_seq_len: int,
-    ) -> AttentionMetadata:
-        """Prepares whatever all layers of a group share (see `AttentionMetadata` for the shapes)."""
+    def plan(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """Adds whatever all layers of a group share; nothing, where the kernels read the tensors as they are."""
+        return metadata
 
     @abstractmethod
     def run(
@@ -100,11 +108,7 @@ class AttentionBackend(ABC):
         value: torch.Tensor,
         cache: KVCache,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        params: AttentionParams,
     ) -> torch.Tensor:
         """Writes the step's keys and values to the cache, then attends to everything the cache holds.
 
@@ -112,10 +116,8 @@ class AttentionBackend(ABC):
             query: [T, num_heads, head_dim], any strides whose last axis is contiguous.
             key, value: [T, num_kv_heads, head_dim], likewise.
             cache: the layer's cache, from `allocate`; written in place.
-            scale: factor on the scores.
-            window: a query at position p sees the keys at positions in (p - window, p]; None sees all up to p.
-            softcap: scores become `softcap * tanh(scores / softcap)`.
-            sinks: [num_heads] extra logits that take part in the softmax and contribute no value (GPT-OSS).
+            metadata: of this step, from `plan`.
+            params: of this layer.
 
         Returns:
             [T, num_heads, head_dim], contiguous, in the query's dtype. Rows of padding hold finite values.

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from cb_engine.attention.backend import AttentionParams
+
 ATTENTION_NAME = "cb_engine"
 
 # Keyword arguments that models pass along and that say nothing the engine has not planned itself.
@@ -36,10 +38,7 @@ class StepContext(Protocol):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        params: AttentionParams,
     ) -> torch.Tensor:
         """Attention of one layer over [T, heads, head_dim] packed tokens; returns [T, num_heads, head_dim]."""
 
@@ -95,7 +94,7 @@ def attention_forward(
     if torch.compiler.is_compiling():
         out = torch.ops.cb_engine.attend(q, k, v, layer_idx, scale, sliding_window, softcap, s_aux)
     else:
-        out = _bound_context().attend(layer_idx, q, k, v, scale, sliding_window, softcap, s_aux)
+        out = _bound_context().attend(layer_idx, q, k, v, AttentionParams(scale, sliding_window, softcap, s_aux))
     return out.unsqueeze(0), None
 
 
@@ -114,7 +113,7 @@ def _attend(
 
     The cache that it writes is read by no other operator, so the compiler need not know of it.
     """
-    return _bound_context().attend(layer_idx, query, key, value, scale, window, softcap, sinks)
+    return _bound_context().attend(layer_idx, query, key, value, AttentionParams(scale, window, softcap, sinks))
 
 
 @_attend.register_fake

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from cb_engine.attention.backend import AttentionBackend, AttentionMetadata, KVCache, KVSpec
+from cb_engine.attention.backend import AttentionBackend, AttentionMetadata, AttentionParams, KVCache, KVSpec
 from cb_engine.attention.native import build
 
 _LANES = 16  # kLanes of kernel_api.h
@@ -50,26 +50,6 @@ class NativeBackend(AttentionBackend):
         v_shape = (*heads, -(-spec.block_size // pair), -(-spec.head_dim // _LANES) * _LANES, pair)
         return KVCache(k=_on_huge_pages(k_shape, spec.dtype), v=_on_huge_pages(v_shape, spec.dtype))
 
-    def plan(
-        self,
-        *,
-        slot_mapping: torch.Tensor,
-        block_table: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        seq_lens: torch.Tensor,
-        max_query_len: int,
-        max_seq_len: int,
-    ) -> AttentionMetadata:
-        """Takes the tensors as they are: the kernel reads them directly."""
-        return AttentionMetadata(
-            slot_mapping=slot_mapping,
-            block_table=block_table,
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-        )
-
     def run(
         self,
         query: torch.Tensor,
@@ -77,11 +57,7 @@ class NativeBackend(AttentionBackend):
         value: torch.Tensor,
         cache: KVCache,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        params: AttentionParams,
     ) -> torch.Tensor:
         """See `AttentionBackend.run`."""
         output: torch.Tensor = torch.ops.cb_engine.paged_attention(
@@ -94,10 +70,10 @@ class NativeBackend(AttentionBackend):
             metadata.block_table,
             metadata.query_start_loc,
             metadata.seq_lens,
-            scale,
-            window or 0,
-            softcap or 0.0,
-            sinks,
+            params.scale,
+            params.window or 0,
+            params.softcap or 0.0,
+            params.sinks,
         )
         return output
 

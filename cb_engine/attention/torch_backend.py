@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from cb_engine.attention.backend import AttentionBackend, AttentionMetadata, KVCache, KVSpec
+from cb_engine.attention.backend import AttentionBackend, AttentionMetadata, AttentionParams, KVCache, KVSpec
 
 _GATHERED_TOKENS = 1 << 17  # keys and values that a decode step gathers at once: bounds its temporary memory
 
@@ -34,32 +34,14 @@ class TorchBackend(AttentionBackend):
         shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
         return KVCache(*(torch.empty(shape, dtype=spec.dtype, device=device) for _ in range(2)))
 
-    def plan(
-        self,
-        *,
-        slot_mapping: torch.Tensor,
-        block_table: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        seq_lens: torch.Tensor,
-        max_query_len: int,
-        max_seq_len: int,
-    ) -> TorchMetadata:
+    def plan(self, metadata: AttentionMetadata) -> TorchMetadata:
         rows: tuple[tuple[int, int, int], ...] = ()
-        num_decodes = seq_lens.numel()
-        if max_query_len > 1:
-            starts, lens = query_start_loc.tolist(), seq_lens.tolist()
+        num_decodes = metadata.seq_lens.numel()
+        if not metadata.is_decode:
+            starts, lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
             rows = tuple((starts[i], starts[i + 1] - starts[i], n) for i, n in enumerate(lens))
             num_decodes = next((i for i, row in enumerate(rows) if row[1] != 1), len(rows))
-        return TorchMetadata(
-            slot_mapping=slot_mapping,
-            block_table=block_table,
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-            rows=rows,
-            num_decodes=num_decodes,
-        )
+        return TorchMetadata(**vars(metadata), rows=rows, num_decodes=num_decodes)
 
     def run(
         self,
@@ -68,11 +50,7 @@ class TorchBackend(AttentionBackend):
         value: torch.Tensor,
         cache: KVCache,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        params: AttentionParams,
     ) -> torch.Tensor:
         if not isinstance(metadata, TorchMetadata):
             raise TypeError("metadata was planned by another backend")
@@ -88,7 +66,7 @@ class TorchBackend(AttentionBackend):
             positions = metadata.seq_lens[rows].unsqueeze(1).to(torch.int64) - 1
             table = metadata.block_table[rows, :width]
             q = query[rows].unsqueeze(1)
-            out[rows] = _attend(q, cache, table, positions, scale, window, softcap, sinks).squeeze(1)
+            out[rows] = _attend(q, cache, table, positions, params).squeeze(1)
         for i in range(num_decodes, len(metadata.rows)):
             start, length, total = metadata.rows[i]
             if length == 0 or total == 0:
@@ -97,7 +75,7 @@ class TorchBackend(AttentionBackend):
             positions = torch.arange(total - length, total, device=query.device).unsqueeze(0)
             q = query[start : start + length].unsqueeze(0)
             table = metadata.block_table[i : i + 1, :num_blocks]
-            out[start : start + length] = _attend(q, cache, table, positions, scale, window, softcap, sinks)[0]
+            out[start : start + length] = _attend(q, cache, table, positions, params)[0]
         return out
 
 
@@ -106,10 +84,7 @@ def _attend(
     cache: KVCache,
     block_table: torch.Tensor,
     positions: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    params: AttentionParams,
 ) -> torch.Tensor:
     """Attention of [B, Q, H, D] queries at `positions` [B, Q] over the blocks of `block_table` [B, W].
 
@@ -125,8 +100,8 @@ def _attend(
 
     slots = torch.arange(length, device=query.device)
     visible = slots <= positions.unsqueeze(-1)  # [B, Q, L]
-    if window is not None:
-        visible &= slots > positions.unsqueeze(-1) - window
+    if params.window is not None:
+        visible &= slots > positions.unsqueeze(-1) - params.window
     # What no query sees (behind the sequence's end, or in blocks that a window has given back) belongs to nobody and
     # may be NaN: 0 * NaN would leak through the product.
     seen = visible.any(dim=1)
@@ -135,13 +110,13 @@ def _attend(
     # [B, Hkv, G * Q, D]: the query heads of a KV head side by side, so that keys are read once for all of them.
     q = query.view(batch, num_queries, num_kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)
     q = q.reshape(batch, num_kv_heads, groups * num_queries, head_dim)
-    scores = torch.matmul(q, k.permute(0, 2, 3, 1)).float() * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = torch.matmul(q, k.permute(0, 2, 3, 1)).float() * params.scale
+    if params.softcap is not None:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
     scores = scores.view(batch, num_kv_heads, groups, num_queries, length)
     scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
-    if sinks is not None:
-        extra = sinks.float().view(1, num_kv_heads, groups, 1, 1).expand(batch, -1, -1, num_queries, 1)
+    if params.sinks is not None:
+        extra = params.sinks.float().view(1, num_kv_heads, groups, 1, 1).expand(batch, -1, -1, num_queries, 1)
         weights = F.softmax(torch.cat([scores, extra], dim=-1), dim=-1)[..., :-1]
     else:
         weights = F.softmax(scores, dim=-1)

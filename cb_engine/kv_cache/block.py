@@ -2,7 +2,7 @@
 
 A full block is named by a 128-bit hash chained over its prefix:
 
-    h[-1] = H(weight_version, cache_salt, adapter)        h[i] = H(h[i-1], tokens of block i)
+    h[-1] = H(weight_version, cache_salt)        h[i] = H(h[i-1], tokens of block i)
 
 so equal names mean equal prefixes under equal weights. A look-up still compares tokens and parent.
 """
@@ -28,9 +28,9 @@ class Block:
     token_ids: tuple[int, ...] = ()
 
 
-def root_hash(weight_version: int, cache_salt: str | None, adapter: str | None = None) -> bytes:
+def root_hash(weight_version: int, cache_salt: str | None) -> bytes:
     """The parent of a sequence's first block: everything but tokens that its KV depends on."""
-    return blake2b(repr((weight_version, cache_salt, adapter)).encode(), digest_size=16).digest()
+    return blake2b(repr((weight_version, cache_salt)).encode(), digest_size=16).digest()
 
 
 def hash_block(parent_hash: bytes, token_ids: Sequence[int]) -> bytes:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from cb_engine.attention.backend import AttentionParams
 from cb_engine.attention.interface import bind
 from cb_engine.errors import UnsupportedModelError
 
@@ -58,10 +59,7 @@ class _ProbeContext:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        params: AttentionParams,
     ) -> torch.Tensor:
         if key.shape != value.shape or key.shape[-1] != query.shape[-1]:
             raise UnsupportedModelError(
@@ -71,10 +69,10 @@ class _ProbeContext:
         if layer_idx in self.layers:
             raise UnsupportedModelError(f"attention layer {layer_idx} ran twice in one forward: shared layers")
         self.layers[layer_idx] = AttentionLayer(
-            layer_idx, query.shape[1], key.shape[1], key.shape[2], window, key.dtype, key.device
+            layer_idx, query.shape[1], key.shape[1], key.shape[2], params.window, key.dtype, key.device
         )
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=params.scale, enable_gqa=True)
         return out[0].transpose(0, 1)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from cb_engine.attention.backend import AttentionBackend, AttentionMetadata, KVCache
+from cb_engine.attention.backend import AttentionBackend, AttentionMetadata, AttentionParams, KVCache
 from cb_engine.runner.input_batch import InputBatch
 from cb_engine.runner.kv_layout import LayerGroup
 
@@ -29,7 +29,7 @@ class PagedStep:
             for layer in group.layers:
                 device = layer.device
                 if device not in planned:
-                    planned[device] = backend.plan(
+                    metadata = AttentionMetadata(
                         slot_mapping=inputs.slot_mapping.to(device, non_blocking=True),
                         block_table=inputs.block_table.to(device, non_blocking=True),
                         query_start_loc=batch.query_start_loc.to(device, non_blocking=True),
@@ -37,6 +37,7 @@ class PagedStep:
                         max_query_len=batch.max_query_len,
                         max_seq_len=batch.max_seq_len,
                     )
+                    planned[device] = backend.plan(metadata)
                 self._metadata[layer.layer_idx] = planned[device]
 
     def attend(
@@ -45,20 +46,8 @@ class PagedStep:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        params: AttentionParams,
     ) -> torch.Tensor:
         """See `StepContext.attend`."""
-        return self._backend.run(
-            query,
-            key,
-            value,
-            self._caches[layer_idx],
-            self._metadata[layer_idx],
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        cache, metadata = self._caches[layer_idx], self._metadata[layer_idx]
+        return self._backend.run(query, key, value, cache, metadata, params)

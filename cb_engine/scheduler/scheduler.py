@@ -90,10 +90,6 @@ class Scheduler:
         """Whether a request is unfinished, or an ended one is still to be delivered."""
         return bool(self._requests or self._ended_outside_step)
 
-    def get(self, request_id: str) -> Request | None:
-        """An unfinished request."""
-        return self._requests.get(request_id)
-
     def unfinished(self) -> list[Request]:
         """All unfinished requests, in order of arrival."""
         return sorted(self._requests.values(), key=lambda r: r.arrival)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from cb_engine.attention.backend import AttentionMetadata, KVCache, KVSpec
+from cb_engine.attention.backend import AttentionMetadata, AttentionParams, KVCache, KVSpec
 from cb_engine.attention.native import build
 from cb_engine.attention.native_backend import NativeBackend
 
@@ -114,12 +114,14 @@ class World:
             table[row, :used] = torch.tensor(self.tables[i][:used], dtype=torch.int32)
         lens = [end for _, _, end in spans] + [0] * pad_requests
         return self.backend.plan(
-            slot_mapping=torch.tensor(slots + [0] * (pad_requests + pad_tokens), dtype=torch.int64),
-            block_table=table,
-            query_start_loc=torch.tensor([0, *counts]).cumsum(0).int(),
-            seq_lens=torch.tensor(lens, dtype=torch.int32),
-            max_query_len=max(counts),
-            max_seq_len=max(lens),
+            AttentionMetadata(
+                slot_mapping=torch.tensor(slots + [0] * (pad_requests + pad_tokens), dtype=torch.int64),
+                block_table=table,
+                query_start_loc=torch.tensor([0, *counts]).cumsum(0).int(),
+                seq_lens=torch.tensor(lens, dtype=torch.int32),
+                max_query_len=max(counts),
+                max_seq_len=max(lens),
+            )
         )
 
     def poison(self, positions: range) -> None:
@@ -128,7 +130,7 @@ class World:
         metadata = self.metadata([(0, 0, 0)], 0, 1 + len(slots))
         metadata.slot_mapping[1:] = torch.tensor(slots)
         q, k, v = (x[0].new_full((1 + len(slots), *x[0].shape[1:]), torch.nan) for x in (self.q, self.k, self.v))
-        assert not self.backend.run(q, k, v, self.cache, metadata, scale=1.0).any()
+        assert not self.backend.run(q, k, v, self.cache, metadata, AttentionParams(1.0)).any()
 
     def step(
         self,
@@ -154,7 +156,7 @@ class World:
             q, k, v = torch.split(fused, [q.shape[1], k.shape[1], v.shape[1]], dim=1)
             assert not q.is_contiguous()
         metadata = self.metadata(spans, pad_requests, pad_tokens)
-        out = self.backend.run(q, k, v, self.cache, metadata, scale=self.scale, **options.kwargs())
+        out = self.backend.run(q, k, v, self.cache, metadata, AttentionParams(self.scale, **options.kwargs()))
         assert out.is_contiguous()
         assert out.dtype == self.dtype
         assert out.shape == q.shape
@@ -335,7 +337,7 @@ def test_empty_steps(isa: int) -> None:
     world = World([5], heads=2, kv_heads=1)
     nothing = world.q[0][:0]
     metadata = world.metadata([(0, 0, 0)], 0, 0)
-    out = world.backend.run(nothing, world.k[0][:0], world.v[0][:0], world.cache, metadata, scale=1.0)
+    out = world.backend.run(nothing, world.k[0][:0], world.v[0][:0], world.cache, metadata, AttentionParams(1.0))
     assert out.shape == (0, 2, 16)
     world.check(world.step({0: 5})[0], 0, 0)
 
@@ -355,18 +357,18 @@ def test_wrong_arguments_are_refused() -> None:
     q, k, v = world.q[0], world.k[0], world.v[0]
 
     def run(metadata: AttentionMetadata, query: torch.Tensor = q, cache: KVCache = world.cache) -> None:
-        world.backend.run(query, k, v, cache, metadata, scale=1.0)
+        world.backend.run(query, k, v, cache, metadata, AttentionParams(1.0))
 
     good = world.metadata([(0, 0, 20)], 0, 0)
     run(good)
     with pytest.raises(IndexError, match="block_table"):
-        run(world.backend.plan(**{**vars(good), "block_table": good.block_table + 1000}))
+        run(world.backend.plan(AttentionMetadata(**{**vars(good), "block_table": good.block_table + 1000})))
     with pytest.raises(IndexError, match="slot_mapping"):
-        run(world.backend.plan(**{**vars(good), "slot_mapping": good.slot_mapping - 10_000}))
+        run(world.backend.plan(AttentionMetadata(**{**vars(good), "slot_mapping": good.slot_mapping - 10_000})))
     with pytest.raises(ValueError, match="more than its"):
-        run(world.backend.plan(**{**vars(good), "seq_lens": good.seq_lens + 1000}))
+        run(world.backend.plan(AttentionMetadata(**{**vars(good), "seq_lens": good.seq_lens + 1000})))
     with pytest.raises(ValueError, match="seq_lens"):
-        run(world.backend.plan(**{**vars(good), "seq_lens": good.seq_lens.long()}))
+        run(world.backend.plan(AttentionMetadata(**{**vars(good), "seq_lens": good.seq_lens.long()})))
     with pytest.raises(ValueError, match="allocate"):
         run(good, cache=KVCache(world.cache.k.flatten(2), world.cache.v))
     with pytest.raises(ValueError, match="contiguous along its last axis"):
@@ -398,7 +400,7 @@ def test_runs_inside_torch_compile() -> None:
     metadata = world.metadata([(0, 0, 20)], 0, 0)
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return world.backend.run(q * 2, k, v, world.cache, metadata, scale=world.scale / 2) + 1
+        return world.backend.run(q * 2, k, v, world.cache, metadata, AttentionParams(world.scale / 2)) + 1
 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     with torch.no_grad():

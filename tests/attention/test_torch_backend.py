@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cb_engine.attention import torch_backend
-from cb_engine.attention.backend import KVCache, KVSpec
+from cb_engine.attention.backend import AttentionMetadata, AttentionParams, KVCache, KVSpec
 from cb_engine.attention.torch_backend import TorchBackend
 
 BLOCK = 4
@@ -69,18 +69,20 @@ def test_decode_prefill_and_mixed(
             cache.v.flatten(0, 1)[slot(i, position)] = values[i][position]
     slots = [slot(i, p) for i, (past, new) in enumerate(spans) for p in range(past, past + new)]
     metadata = backend.plan(
-        slot_mapping=torch.tensor(slots),
-        block_table=table,
-        query_start_loc=torch.tensor([0, *torch.tensor([new for _, new in spans]).cumsum(0).tolist()]),
-        seq_lens=torch.tensor(lens),
-        max_query_len=max(new for _, new in spans),
-        max_seq_len=max(lens),
+        AttentionMetadata(
+            slot_mapping=torch.tensor(slots),
+            block_table=table,
+            query_start_loc=torch.tensor([0, *torch.tensor([new for _, new in spans]).cumsum(0).tolist()]),
+            seq_lens=torch.tensor(lens),
+            max_query_len=max(new for _, new in spans),
+            max_seq_len=max(lens),
+        )
     )
     query = torch.randn(len(slots), heads, dim, generator=generator)
     sink = torch.randn(heads, generator=generator) if sinks else None
     k_new = torch.cat([keys[i][past:] for i, (past, _) in enumerate(spans)])
     v_new = torch.cat([values[i][past:] for i, (past, _) in enumerate(spans)])
-    out = backend.run(query, k_new, v_new, cache, metadata, scale=0.5, window=window, softcap=softcap, sinks=sink)
+    out = backend.run(query, k_new, v_new, cache, metadata, AttentionParams(0.5, window, softcap, sink))
     row = 0
     for i, (past, new) in enumerate(spans):
         for position in range(past, past + new):
@@ -116,14 +118,16 @@ def test_a_wide_table_is_read_only_as_far_as_it_is_used(monkeypatch: pytest.Monk
         table = torch.zeros(3, width, dtype=torch.int32)
         table[:, :2] = torch.tensor([[1, 2], [3, 4], [5, 6]])
         metadata = backend.plan(
-            slot_mapping=torch.tensor([9, 14, 25]),
-            block_table=table,
-            query_start_loc=torch.arange(4),
-            seq_lens=torch.tensor([6, 3, 6]),
-            max_query_len=1,
-            max_seq_len=6,
+            AttentionMetadata(
+                slot_mapping=torch.tensor([9, 14, 25]),
+                block_table=table,
+                query_start_loc=torch.arange(4),
+                seq_lens=torch.tensor([6, 3, 6]),
+                max_query_len=1,
+                max_seq_len=6,
+            )
         )
-        outs.append(backend.run(q, q, q, cache, metadata, scale=1.0))
+        outs.append(backend.run(q, q, q, cache, metadata, AttentionParams(1.0)))
     assert gathered == [6, 6, 2, 2, 2]
     assert torch.equal(outs[0], outs[1])
     torch.testing.assert_close(outs[0], outs[2])
@@ -135,13 +139,15 @@ def test_padding_rows_are_finite_and_read_nothing() -> None:
     cache.k.fill_(math.nan)
     cache.v.fill_(math.nan)
     metadata = backend.plan(
-        slot_mapping=torch.tensor([4, 0]),
-        block_table=torch.tensor([[1], [0]], dtype=torch.int32),
-        query_start_loc=torch.tensor([0, 1, 2]),
-        seq_lens=torch.tensor([1, 0]),
-        max_query_len=1,
-        max_seq_len=1,
+        AttentionMetadata(
+            slot_mapping=torch.tensor([4, 0]),
+            block_table=torch.tensor([[1], [0]], dtype=torch.int32),
+            query_start_loc=torch.tensor([0, 1, 2]),
+            seq_lens=torch.tensor([1, 0]),
+            max_query_len=1,
+            max_seq_len=1,
+        )
     )
     one = torch.ones(2, 1, 4)
-    out = backend.run(one, one, one * 3, cache, metadata, scale=1.0)
+    out = backend.run(one, one, one * 3, cache, metadata, AttentionParams(1.0))
     assert out.tolist() == [[[3.0] * 4], [[0.0] * 4]]

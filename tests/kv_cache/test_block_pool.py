@@ -178,7 +178,6 @@ def insert_again(pool: BlockPool) -> bool:
     [
         (root_hash(1, None), "weight_version"),
         (root_hash(0, "salt"), "cache_salt"),
-        (root_hash(0, None, "lora"), "adapter"),
         (root_hash(0, "None"), "cache_salt spelt None"),
     ],
 )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from cb_engine.attention.backend import AttentionMetadata, KVCache, KVSpec
+from cb_engine.attention.backend import AttentionMetadata, AttentionParams, KVCache, KVSpec
 from cb_engine.attention.native_backend import NativeBackend
 
 HEADS, KV_HEADS, HEAD_DIM, DTYPE = 9, 3, 64, torch.bfloat16
@@ -79,7 +79,7 @@ def native_step(case: Case, block_size: int) -> Callable[[], None]:
     table = (1 + torch.randperm(case.batch * width).view(case.batch, width)).int()
     position = torch.arange(case.context - case.queries, case.context)
     slots = table.long()[:, position // block_size] * block_size + position % block_size
-    metadata: AttentionMetadata = backend.plan(
+    metadata = AttentionMetadata(
         slot_mapping=slots.flatten(),
         block_table=table,
         query_start_loc=torch.arange(case.batch + 1, dtype=torch.int32) * case.queries,
@@ -92,7 +92,7 @@ def native_step(case: Case, block_size: int) -> Callable[[], None]:
 
     def step() -> None:
         nonlocal turn
-        backend.run(q, k, v, caches[turn % len(caches)], metadata, scale=SCALE)
+        backend.run(q, k, v, caches[turn % len(caches)], metadata, AttentionParams(SCALE))
         turn += 1
 
     return step
