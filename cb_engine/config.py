@@ -34,8 +34,10 @@ class EngineConfig:
         compile: compile the decode steps with `torch.compile`.
         compile_prefill: compile the other steps too.
         compile_options: keyword arguments for `torch.compile` (backend, mode, fullgraph, options).
-        pack_weights: keep a copy of linear weights in the layout of the CPU's matrix kernels (bf16 only, uncompiled);
+        pack_weights: keep a copy of linear weights in the layout of the CPU's matrix kernels (uncompiled engines only);
             None does so if memory allows.
+        fuse_modules: let native kernels compute norms, MLPs, attention and whole layers of known kinds on the CPU
+            (uncompiled engines only; all but norms need packed weights); None does so.
         strict_shapes: a padded shape that warm-up has not run is an error rather than run eagerly.
         attention_backend: "torch", "native", or "auto": native where it can be built.
         scheduler_type: "fifo" lets decodes go first, "prefill_first" lets prompts.
@@ -59,6 +61,7 @@ class EngineConfig:
     compile_prefill: bool = False
     compile_options: Mapping[str, Any] = field(default_factory=dict)
     pack_weights: bool | None = None
+    fuse_modules: bool | None = None
     strict_shapes: bool = False
     attention_backend: Literal["auto", "torch", "native"] = "auto"
     scheduler_type: SchedulerType = "fifo"
@@ -102,8 +105,9 @@ class EngineConfig:
                 f"compile_options mode={self.compile_options['mode']!r} captures graphs around attention, whose inputs "
                 "change every step; use 'default' or 'max-autotune-no-cudagraphs'"
             )
-        if self.pack_weights and (self.compile or self.compile_prefill):
-            raise ValueError("pack_weights=True is for uncompiled engines: the compiler lays weights out itself")
+        for name in ("pack_weights", "fuse_modules"):
+            if getattr(self, name) and (self.compile or self.compile_prefill):
+                raise ValueError(f"{name}=True is for uncompiled engines: the compiler does this itself")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise TypeError(f"seed must be an integer or None, not {self.seed!r}")
 
@@ -117,7 +121,7 @@ _POSITIVE = {  # and the largest value that makes sense
     "max_prefill_chunk": 1 << 24,
     "max_model_len": 1 << 26,
 }
-_OPTIONAL_FLAGS = ("decode_fast_path", "pad_decode_batches", "pack_weights")
+_OPTIONAL_FLAGS = ("decode_fast_path", "pad_decode_batches", "pack_weights", "fuse_modules")
 _FLAGS = (
     *_OPTIONAL_FLAGS,
     "enable_prefix_caching",
@@ -270,6 +274,7 @@ class ResolvedConfig:
     compile_prefill: bool
     compile_options: Mapping[str, Any]
     pack_weights: bool | None
+    fuse_modules: bool
     strict_shapes: bool
     attention_backend: str
     scheduler_type: SchedulerType
@@ -327,6 +332,7 @@ def resolve_config(
     block_size = config.block_size or block_size
     max_num_seqs, max_num_batched_tokens = _step_limits(config, hints, device)
     fast_path = config.decode_fast_path is not False
+    compiled = config.compile or config.compile_prefill
     pads = device.pads if config.pad_decode_batches is None else config.pad_decode_batches
     return ResolvedConfig(
         block_size=block_size,
@@ -344,8 +350,9 @@ def resolve_config(
         compile=config.compile,
         compile_prefill=config.compile_prefill,
         compile_options=config.compile_options,
-        # The packed product is opaque to the compiler, which packs constants itself.
-        pack_weights=False if config.compile or config.compile_prefill else config.pack_weights,
+        # Both are opaque to the compiler, which has its own ways to the same end.
+        pack_weights=False if compiled else config.pack_weights,
+        fuse_modules=config.fuse_modules is not False and not compiled,
         strict_shapes=config.strict_shapes,
         attention_backend=config.attention_backend,
         scheduler_type=config.scheduler_type,

@@ -31,10 +31,10 @@ from cb_engine.output_processor import OutputProcessor
 from cb_engine.outputs import GenerationOutput
 from cb_engine.request import Request
 from cb_engine.runner.forward import Coverage
+from cb_engine.runner.fusion import Fusion, fuse_shadow
 from cb_engine.runner.kv_layout import group_layers, size_groups
 from cb_engine.runner.model_runner import ModelRunner, StepFailedError
-from cb_engine.runner.packing import pack_linears
-from cb_engine.runner.probe import profile_model
+from cb_engine.runner.probe import profile_model, run_probe
 from cb_engine.runner.shadow import fingerprint, make_shadow
 from cb_engine.sampling_params import SamplingParams
 from cb_engine.scheduler.output import ModelOutput, SchedulerOutput
@@ -280,9 +280,9 @@ class Engine:
         return self._runner.is_warm
 
     @property
-    def packed_bytes(self) -> int:
-        """Memory that packed copies of weights take."""
-        return self._packed_bytes
+    def fusion(self) -> Fusion:
+        """Which modules run in a faster form, and what memory the packed copies of weights take."""
+        return self._fusion
 
     @property
     def coverage(self) -> Coverage:
@@ -326,14 +326,19 @@ class Engine:
         self._start_weight_version(rebuild=False)
 
     def _start_weight_version(self, *, rebuild: bool) -> None:
-        if rebuild or self._packed_bytes:
+        if rebuild or self._fusion.packed_bytes:
             self._runner.drop_shadow()  # the old packed copies go before the new ones are made
             self._runner.set_shadow(self._build_shadow())
         self._scheduler.change_weights(self.weight_version + 1, self.config.running_on_weight_change)
 
     def _build_shadow(self) -> nn.Module:
         shadow = make_shadow(self._model)
-        self._packed_bytes = pack_linears(shadow, self.config.pack_weights)
+        self._fusion = fuse_shadow(
+            shadow,
+            lambda tree: run_probe(tree, self._profile),
+            fuse=self.config.fuse_modules,
+            pack=self.config.pack_weights,
+        )
         return shadow
 
     def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:

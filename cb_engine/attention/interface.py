@@ -91,11 +91,19 @@ def attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    return attend(layer_idx, q, k, v, AttentionParams(scale, sliding_window, softcap, s_aux)).unsqueeze(0), None
+
+
+def attend(
+    layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+) -> torch.Tensor:
+    """`StepContext.attend` of the bound step, also from code that is being compiled."""
     if torch.compiler.is_compiling():
-        out = torch.ops.cb_engine.attend(q, k, v, layer_idx, scale, sliding_window, softcap, s_aux)
-    else:
-        out = _bound_context().attend(layer_idx, q, k, v, AttentionParams(scale, sliding_window, softcap, s_aux))
-    return out.unsqueeze(0), None
+        out: torch.Tensor = torch.ops.cb_engine.attend(
+            query, key, value, layer_idx, params.scale, params.window, params.softcap, params.sinks
+        )
+        return out
+    return _bound_context().attend(layer_idx, query, key, value, params)
 
 
 @torch.library.custom_op("cb_engine::attend", mutates_args=())

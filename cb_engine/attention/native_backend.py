@@ -12,7 +12,7 @@ import sys
 import torch
 
 from cb_engine.attention.backend import AttentionBackend, AttentionMetadata, AttentionParams, KVCache, KVSpec
-from cb_engine.attention.native import build
+from cb_engine.native import build
 
 _LANES = 16  # kLanes of kernel_api.h
 _HUGE_PAGE = 2 * 1024 * 1024

@@ -24,8 +24,8 @@ def select_backend(name: str, devices: Iterable[torch.device], dtypes: Iterable[
     fits = all(device.type == "cpu" for device in devices) and set(dtypes) <= _NATIVE_DTYPES
     if name == "torch" or (name == "auto" and not fits):
         return TorchBackend()
-    from cb_engine.attention.native import build  # imported late: looking for a compiler costs time
     from cb_engine.attention.native_backend import NativeBackend
+    from cb_engine.native import build  # imported late: looking for a compiler costs time
 
     if fits and build.load():
         return NativeBackend()

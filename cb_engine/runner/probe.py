@@ -20,6 +20,7 @@ from cb_engine.attention.interface import bind
 from cb_engine.errors import UnsupportedModelError
 
 _PROBE_TOKENS = 4
+_FAR_POSITION = 4096  # for models that name no last one
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,25 @@ class ModelProfile:
     output_device: torch.device
 
 
-class _ProbeContext:
-    """Plain causal attention that takes notes."""
+class PlainAttention:
+    """Causal attention over the tokens of one forward, for probes: their tokens are fewer than any window."""
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """See `StepContext.attend`; soft-caps and sinks are left out."""
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=params.scale, enable_gqa=True)
+        return out[0].transpose(0, 1).contiguous()
+
+
+class _ProbeContext(PlainAttention):
+    """Takes notes."""
 
     def __init__(self) -> None:
         self.layers: dict[int, AttentionLayer] = {}
@@ -71,9 +89,7 @@ class _ProbeContext:
         self.layers[layer_idx] = AttentionLayer(
             layer_idx, query.shape[1], key.shape[1], key.shape[2], params.window, key.dtype, key.device
         )
-        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=params.scale, enable_gqa=True)
-        return out[0].transpose(0, 1)
+        return super().attend(layer_idx, query, key, value, params)
 
 
 def profile_model(model: nn.Module, shadow: nn.Module) -> ModelProfile:
@@ -124,6 +140,16 @@ def profile_model(model: nn.Module, shadow: nn.Module) -> ModelProfile:
         input_device=device,
         output_device=output.logits.device,
     )
+
+
+def run_probe(shadow: nn.Module, profile: ModelProfile) -> None:
+    """Runs a shadow on other tokens, at positions from the first to the last that are defined."""
+    last = (profile.max_model_len or _FAR_POSITION) - 1
+    device = profile.input_device
+    tokens = torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0) % profile.vocab_size
+    positions = torch.tensor([[0, min(1, last), last // 2, last]], device=device)
+    with torch.no_grad():
+        shadow(input_ids=tokens, position_ids=positions, use_cache=False)
 
 
 def _refuse_by_config(config: Any) -> None:

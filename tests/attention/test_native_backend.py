@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from cb_engine.attention.backend import AttentionMetadata, AttentionParams, KVCache, KVSpec
-from cb_engine.attention.native import build
 from cb_engine.attention.native_backend import NativeBackend
+from cb_engine.native import build
 
 pytestmark = pytest.mark.skipif(not build.load(), reason="no C++ compiler here")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cb_engine.attention.native import build
 from cb_engine.attention.native_backend import NativeBackend
+from cb_engine.native import build
 
 
 @pytest.fixture

@@ -6,12 +6,16 @@
 //     scores[row][token] += query[row][dim pair]    * K[dim pair][token]
 //     output[row][dim]   += weight[row][token pair] * V[token pair][dim]
 //
+// and so has a linear layer. `widen` loads sixteen stored values as floats.
 // `Packed` is the left side's type in scratch memory; `Operand` a loaded vector of the right side.
 #pragma once
 
+#include "kernel_api.h"
 #include "vec.h"
 
 namespace {
+
+using cb_engine::kLanes;
 
 struct Float32 {
   using Storage = float;
@@ -20,6 +24,7 @@ struct Float32 {
   static constexpr int kPair = 1;
 
   CB_INLINE Operand operand(const Storage* p) { return load(p); }
+  CB_INLINE Vec widen(const Storage* p) { return load(p); }
   CB_INLINE Vec multiply_add(Vec acc, const Packed* a, Operand b) { return fma(splat(*a), b, acc); }
   CB_INLINE void store_packed(Packed* p, Vec a) { store(p, a); }
   CB_INLINE void store_output(Storage* p, Vec a) { store(p, a); }
@@ -33,6 +38,7 @@ struct Float16 {
   static constexpr int kPair = 1;
 
   CB_INLINE Operand operand(const Storage* p) { return load_f16(p); }
+  CB_INLINE Vec widen(const Storage* p) { return load_f16(p); }
   CB_INLINE Vec multiply_add(Vec acc, const Packed* a, Operand b) { return fma(splat(*a), b, acc); }
   CB_INLINE void store_packed(Packed* p, Vec a) { store(p, a); }
   CB_INLINE void store_output(Storage* p, Vec a) { store_f16(p, a); }
@@ -69,6 +75,7 @@ struct BFloat16 {
   static constexpr int kPair = 2;
 
   CB_INLINE Operand operand(const Storage* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  CB_INLINE Vec widen(const Storage* p) { return load_bf16(p); }
   CB_INLINE Vec multiply_add(Vec acc, const Packed* a, Operand b) {
     int32_t pair;
     memcpy(&pair, a, 4);
@@ -97,6 +104,7 @@ struct BFloat16 {
     split_bf16_pairs(p, &r.low, &r.high);
     return r;
   }
+  CB_INLINE Vec widen(const Storage* p) { return load_bf16(p); }
   CB_INLINE Vec multiply_add(Vec acc, const Packed* a, Operand b) {
     return fma(splat(a[1]), b.high, fma(splat(a[0]), b.low, acc));
   }
@@ -110,5 +118,10 @@ struct BFloat16 {
 };
 
 #endif
+
+template <class E>
+using Storage = typename E::Storage;
+template <class E>
+using Packed = typename E::Packed;
 
 }  // namespace

@@ -25,15 +25,13 @@
 
 namespace {
 
-using cb_engine::Job;
-using cb_engine::kLanes;
+using cb_engine::AttentionJob;
 using cb_engine::kPiece;
 using cb_engine::kTile;
 using cb_engine::Unit;
 
 constexpr int kGroups = kTile / kLanes;  // vectors of keys in a tile
 constexpr float kInfinity = __builtin_inff();
-constexpr float kLog2E = 1.4426950408889634f;
 
 // Register blocking: kPanel rows by kColumns vectors of accumulators, plus the operands, must fit the register file.
 #if defined(__AVX512F__)
@@ -49,11 +47,6 @@ CB_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 CB_INLINE int64_t round_up(int64_t a, int64_t multiple) { return (a + multiple - 1) / multiple * multiple; }
 
 template <class E>
-using Storage = typename E::Storage;
-template <class E>
-using Packed = typename E::Packed;
-
-template <class E>
 struct Shape {
   int64_t group;         // query heads per kv head
   int64_t key_dim;       // head_dim rounded up to kPair
@@ -61,7 +54,7 @@ struct Shape {
   int64_t tokens_wide;   // tokens side by side in K
   bool direct;           // whether 16 aligned keys are one group of K
 
-  explicit Shape(const Job& job)
+  explicit Shape(const AttentionJob& job)
       : group(job.num_heads / job.num_kv_heads),
         key_dim(round_up(job.head_dim, E::kPair)),
         value_dim(round_up(job.head_dim, kLanes)),
@@ -95,10 +88,6 @@ struct State {
   }
 };
 
-// Into the second-level cache: the next tile would push this one out of the first level, and on Zen 4 this reads
-// memory at 20 GB/s a core where prefetching to the first level, or leaving it to the hardware, stops at 11.
-CB_INLINE void fetch_ahead(const void* p) { __builtin_prefetch(p, 0, 2); }
-
 // Where a tile's keys and values are.
 template <class E>
 struct Tile {
@@ -116,7 +105,7 @@ struct Scratch {
   Storage<E>* k_tile;  // [kGroups][key_dim * 16]: keys of blocks that are no multiple of 16
   Storage<E>* v_tile;  // [kTile / kPair][value_dim * kPair]: pairs that had to be put together or cleaned
 
-  static int64_t carve(const Job& job, char* base, Scratch* out) {
+  static int64_t carve(const AttentionJob& job, char* base, Scratch* out) {
     const Shape<E> shape(job);
     const int64_t rows = job.max_unit_tokens * shape.group;
     int64_t used = 0;
@@ -145,14 +134,14 @@ struct Scratch {
 // The unit's view of the cache: block table row and kv head resolved.
 template <class E>
 struct Keys {
-  const Job& job;
+  const AttentionJob& job;
   const Shape<E>& shape;
   const int32_t* table;
   int64_t kv_head;
   int64_t begin, end;  // keys some row of the unit sees; nothing outside is read
   bool valid = true;
 
-  Keys(const Job& j, const Shape<E>& s, const Unit& unit)
+  Keys(const AttentionJob& j, const Shape<E>& s, const Unit& unit)
       : job(j),
         shape(s),
         table(j.block_table + unit.request * j.table_stride),
@@ -329,7 +318,7 @@ CB_INLINE void add_values(const Packed<E>* weights, int64_t first, int64_t last,
 // Some rows of a unit against one tile.
 template <class E>
 struct Panel {
-  const Job& job;
+  const AttentionJob& job;
   const Packed<E>* query;  // first row of the panel
   int64_t key_dim, value_dim;
   State state;             // likewise
@@ -346,7 +335,7 @@ struct Panel {
 struct Logits {
   float before, cap, after;  // after * cap(before * score)
 
-  explicit Logits(const Job& job)
+  explicit Logits(const AttentionJob& job)
       : before(job.softcap != 0.0f ? job.scale / job.softcap : job.scale * kLog2E),
         cap(job.softcap),
         after(job.softcap * kLog2E) {}
@@ -450,7 +439,7 @@ CB_INLINE void attend_rows(int rows, const Panel<E>& panel) {
 
 // All panels of the unit against the tile at `start`.
 template <class E>
-static void attend_tile(const Job& job, const Shape<E>& shape, const Unit& unit, int64_t start, const Tile<E>& tile,
+static void attend_tile(const AttentionJob& job, const Shape<E>& shape, const Unit& unit, int64_t start, const Tile<E>& tile,
                         const Tile<E>* next, const Scratch<E>& scratch, State state) {
   const int64_t rows = unit.num_tokens * shape.group;
   const int64_t panels = (rows + kPanel - 1) / kPanel;
@@ -499,7 +488,7 @@ CB_INLINE void fold(State total, State piece, int64_t rows, int64_t value_dim) {
 
 // Divides by the sum of the weights, sink included, and writes the rows to the output tensor.
 template <class E>
-static void finish(const Job& job, const Shape<E>& shape, const Unit& unit, State state) {
+static void finish(const AttentionJob& job, const Shape<E>& shape, const Unit& unit, State state) {
   Storage<E>* output = static_cast<Storage<E>*>(job.output);
   for (int64_t r = 0; r < unit.num_tokens * shape.group; ++r) {
     const int64_t head = unit.kv_head * shape.group + r % shape.group;
@@ -531,7 +520,7 @@ static void finish(const Job& job, const Shape<E>& shape, const Unit& unit, Stat
 }
 
 template <class E>
-static void pack_query(const Job& job, const Shape<E>& shape, const Unit& unit, Packed<E>* packed) {
+static void pack_query(const AttentionJob& job, const Shape<E>& shape, const Unit& unit, Packed<E>* packed) {
   const Storage<E>* token = static_cast<const Storage<E>*>(job.query) + unit.first_token * job.query_stride[0] +
                             unit.kv_head * shape.group * job.query_stride[1];
   for (int64_t t = 0; t < unit.num_tokens; ++t, token += job.query_stride[0]) {
@@ -544,7 +533,7 @@ static void pack_query(const Job& job, const Shape<E>& shape, const Unit& unit, 
 }
 
 template <class E>
-static bool attend(const Job& job, const Unit& unit, const Unit* next_unit, void* memory) {
+static bool attend(const AttentionJob& job, const Unit& unit, const Unit* next_unit, void* memory) {
   const Shape<E> shape(job);
   Scratch<E> scratch;
   Scratch<E>::carve(job, static_cast<char*>(memory), &scratch);
@@ -586,7 +575,7 @@ static bool attend(const Job& job, const Unit& unit, const Unit* next_unit, void
 }
 
 template <class E>
-static void merge(const Job& job, const Unit& unit, float* partials, int64_t count) {
+static void merge(const AttentionJob& job, const Unit& unit, float* partials, int64_t count) {
   const Shape<E> shape(job);
   const int64_t rows = unit.num_tokens * shape.group, size = State::floats(rows, shape.value_dim);
   const State total = State::at(partials, rows, shape.value_dim);
@@ -628,7 +617,7 @@ static void write_values(const Storage<E>* value, const Storage<E>* partner, int
 
 // `count` tokens from `token` on, which lie one after the other in one group of K of one block.
 template <class E>
-static void write_run(const Job& job, const Shape<E>& shape, int64_t token, int64_t count, int64_t slot) {
+static void write_run(const AttentionJob& job, const Shape<E>& shape, int64_t token, int64_t count, int64_t slot) {
   constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Storage<E>));
   const int64_t block = slot / job.block_size, offset = slot % job.block_size;
   Storage<E>* k = static_cast<Storage<E>*>(job.k_cache) + block * job.k_block_stride + shape.k_index(offset);
@@ -659,7 +648,7 @@ static void write_run(const Job& job, const Shape<E>& shape, int64_t token, int6
 }
 
 template <class E>
-static bool write(const Job& job, int64_t token_begin, int64_t token_end) {
+static bool write(const AttentionJob& job, int64_t token_begin, int64_t token_end) {
   const Shape<E> shape(job);
   bool valid = true;
   for (int64_t token = token_begin; token < token_end;) {
@@ -681,21 +670,19 @@ static bool write(const Job& job, int64_t token_begin, int64_t token_end) {
 // ---------------------------------------------------------------------------------------------- what is exported
 
 template <class E>
-static int64_t scratch_bytes(const Job& job) {
+static int64_t scratch_bytes(const AttentionJob& job) {
   return Scratch<E>::carve(job, nullptr, nullptr);
 }
 
 template <class E>
-static int64_t partial_floats(const Job& job, int64_t num_tokens) {
+static int64_t partial_floats(const AttentionJob& job, int64_t num_tokens) {
   const Shape<E> shape(job);
   return State::floats(num_tokens * shape.group, shape.value_dim);
 }
 
 template <class E>
-constexpr cb_engine::Kernels kernels_of() {
+constexpr cb_engine::AttentionKernels attention_kernels_of() {
   return {E::kPair, scratch_bytes<E>, partial_floats<E>, write<E>, attend<E>, merge<E>};
 }
-
-constexpr cb_engine::KernelSet kKernelSet = {kernels_of<Float32>(), kernels_of<BFloat16>(), kernels_of<Float16>()};
 
 }  // namespace

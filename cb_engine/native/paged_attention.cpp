@@ -1,7 +1,7 @@
 // The operator `cb_engine::paged_attention`: checks its tensors, cuts the step into units of work, and has torch's
-// thread pool run them through the kernels of the best instruction set this CPU has.
+// thread pool run them.
 //
-// Owns: argument checks, work splitting, choice of instruction set. Does not know: arithmetic (kernels.h).
+// Owns: argument checks and work splitting. Does not know: arithmetic (attention_kernels.h).
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -16,89 +16,11 @@
 #include <optional>
 #include <vector>
 
-#include "kernel_api.h"
+#include "dispatch.h"
 
 namespace cb_engine {
 
-// Weak: a compiler too old for an instruction set leaves its file out, and the entry is null.
-extern "C" {
-__attribute__((weak)) const KernelSet* cb_engine_kernels_portable();
-__attribute__((weak)) const KernelSet* cb_engine_kernels_avx2();
-__attribute__((weak)) const KernelSet* cb_engine_kernels_avx512();
-__attribute__((weak)) const KernelSet* cb_engine_kernels_avx512_bf16();
-}
-
 namespace {
-
-// ------------------------------------------------------------------------------------------ instruction sets
-
-enum Isa : int64_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kNumIsas = 4 };
-
-bool cpu_supports(int64_t isa) {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  switch (isa) {
-    case kAvx2: return avx2;
-    case kAvx512: return avx512;
-    case kAvx512Bf16: return avx512 && __builtin_cpu_supports("avx512bf16");
-    default: return isa == kPortable;
-  }
-#else
-  return isa == kPortable;
-#endif
-}
-
-const KernelSet* kernel_set(int64_t isa) {
-  if (!cpu_supports(isa)) return nullptr;
-  switch (isa) {
-    case kPortable: return cb_engine_kernels_portable ? cb_engine_kernels_portable() : nullptr;
-    case kAvx2: return cb_engine_kernels_avx2 ? cb_engine_kernels_avx2() : nullptr;
-    case kAvx512: return cb_engine_kernels_avx512 ? cb_engine_kernels_avx512() : nullptr;
-    case kAvx512Bf16: return cb_engine_kernels_avx512_bf16 ? cb_engine_kernels_avx512_bf16() : nullptr;
-    default: return nullptr;
-  }
-}
-
-int64_t best_isa() {
-  for (int64_t isa = kNumIsas - 1; isa > kPortable; --isa) {
-    if (kernel_set(isa) != nullptr) return isa;
-  }
-  return kPortable;
-}
-
-std::atomic<int64_t>& current_isa() {
-  static std::atomic<int64_t> isa{best_isa()};
-  return isa;
-}
-
-std::vector<int64_t> supported_isas() {
-  std::vector<int64_t> isas;
-  for (int64_t isa = kPortable; isa < kNumIsas; ++isa) {
-    if (kernel_set(isa) != nullptr) isas.push_back(isa);
-  }
-  return isas;
-}
-
-// For the parity tests: all sets share one cache layout, so they may be switched at any time between calls.
-int64_t set_isa(int64_t isa) {
-  TORCH_CHECK_VALUE(kernel_set(isa) != nullptr, "instruction set ", isa,
-                    " is not available here; see supported_isas()");
-  return current_isa().exchange(isa);
-}
-
-const Kernels& kernels_for(at::ScalarType dtype) {
-  const KernelSet* set = kernel_set(current_isa().load());
-  TORCH_CHECK(set != nullptr, "cb_engine was built without kernels for this CPU");
-  switch (dtype) {
-    case at::kFloat: return set->float32;
-    case at::kBFloat16: return set->bfloat16;
-    case at::kHalf: return set->float16;
-    default: TORCH_CHECK_TYPE(false, "paged_attention takes float32, bfloat16 and float16, not ", dtype);
-  }
-}
 
 // ------------------------------------------------------------------------------------------ arguments
 
@@ -117,8 +39,8 @@ void check_index(const at::Tensor& x, const char* name, at::ScalarType dtype, in
                     " must be contiguous along its last axis");
 }
 
-// Fills in the Job from the tensors. See kernel_api.h for the cache layouts.
-Job make_job(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& k_cache,
+// Fills in the AttentionJob from the tensors. See kernel_api.h for the cache layouts.
+AttentionJob make_job(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& k_cache,
              const at::Tensor& v_cache, const at::Tensor& slot_mapping, const at::Tensor& block_table,
              const at::Tensor& output, int64_t pair) {
   const int64_t head_dim = query.size(2), heads = query.size(1), kv_heads = key.size(1);
@@ -137,7 +59,7 @@ Job make_job(const at::Tensor& query, const at::Tensor& key, const at::Tensor& v
                         v_cache.size(4) == pair && v_cache.scalar_type() == query.scalar_type() &&
                         v_cache.device().is_cpu() && v_cache.is_contiguous(),
                     "v_cache does not fit k_cache; allocate it with NativeBackend.allocate, got ", v_cache.sizes());
-  Job job{};
+  AttentionJob job{};
   job.query = query.const_data_ptr();
   job.key = key.const_data_ptr();
   job.value = value.const_data_ptr();
@@ -187,7 +109,7 @@ void zero_rows(const at::Tensor& output, int64_t begin, int64_t end) {
 }
 
 // One unit per (request, kv head, run of query tokens), long contexts first; rows of padding are zeroed at once.
-void make_units(const Job& job, const at::Tensor& query_start_loc, const at::Tensor& seq_lens, int64_t table_width,
+void make_units(const AttentionJob& job, const at::Tensor& query_start_loc, const at::Tensor& seq_lens, int64_t table_width,
                 const at::Tensor& output, std::vector<Unit>& units) {
   const int32_t* starts = query_start_loc.const_data_ptr<int32_t>();
   const int32_t* lens = seq_lens.const_data_ptr<int32_t>();
@@ -229,8 +151,8 @@ void make_units(const Job& job, const at::Tensor& query_start_loc, const at::Ten
 int64_t cost_of(const Unit& unit) { return unit.num_tokens * (unit.key_end - unit.key_begin); }
 
 // Cuts units whose length would leave threads idle into pieces of the keys. Results do not depend on whether one is
-// cut (kernels.h, "the same bits"), so this may follow the number of threads.
-void split_units(const Job& job, const Kernels& kernels, int64_t total_cost, int64_t threads, Plan& plan) {
+// cut (attention_kernels.h, "the same bits"), so this may follow the number of threads.
+void split_units(const AttentionJob& job, const AttentionKernels& kernels, int64_t total_cost, int64_t threads, Plan& plan) {
   const int64_t limit = threads > 1 ? total_cost / (threads * kUnitsPerThread) : total_cost;
   const auto splits = [&](const Unit& u) { return cost_of(u) > limit && num_pieces(u) > 1; };
 
@@ -280,7 +202,7 @@ char* thread_scratch(int64_t bytes) {
   return memory.get();
 }
 
-bool write_cache(const Job& job, const Kernels& kernels, int64_t num_tokens) {
+bool write_cache(const AttentionJob& job, const AttentionKernels& kernels, int64_t num_tokens) {
   std::atomic<bool> valid{true};
   const int64_t grain = std::max<int64_t>(1, 256 / job.num_kv_heads);  // less is not worth waking a thread
   at::parallel_for(0, num_tokens, grain, [&](int64_t begin, int64_t end) {
@@ -289,7 +211,7 @@ bool write_cache(const Job& job, const Kernels& kernels, int64_t num_tokens) {
   return valid;
 }
 
-bool run_units(const Job& job, const Kernels& kernels, const Plan& plan, int64_t threads) {
+bool run_units(const AttentionJob& job, const AttentionKernels& kernels, const Plan& plan, int64_t threads) {
   const int64_t count = static_cast<int64_t>(plan.units.size());
   const int64_t scratch = kernels.scratch_bytes(job);
   std::atomic<int64_t> taken{0};
@@ -318,7 +240,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
                            const at::Tensor& block_table, const at::Tensor& query_start_loc,
                            const at::Tensor& seq_lens, double scale, int64_t window, double softcap,
                            const std::optional<at::Tensor>& sinks) {
-  const Kernels& kernels = kernels_for(query.scalar_type());
+  const AttentionKernels& kernels = kernels_for(current_kernels().attention, query.scalar_type());
   check_packed(query, "query", query);
   check_packed(key, "key", query);
   check_packed(value, "value", query);
@@ -331,7 +253,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
 
   const at::Tensor output = at::empty(query.sizes(), query.options().memory_format(at::MemoryFormat::Contiguous));
   if (output.numel() == 0) return output;
-  Job job = make_job(query, key, value, k_cache, v_cache, slot_mapping, block_table, output, kernels.pair);
+  AttentionJob job = make_job(query, key, value, k_cache, v_cache, slot_mapping, block_table, output, kernels.pair);
   at::Tensor sink_logits;
   if (sinks.has_value()) {
     sink_logits = sinks->to(at::kFloat).contiguous();
@@ -364,8 +286,6 @@ TORCH_LIBRARY_FRAGMENT(cb_engine, m) {
       "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, "
       "Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, float scale, int window, "
       "float softcap, Tensor? sinks) -> Tensor");
-  m.def("supported_isas() -> int[]", &supported_isas);
-  m.def("set_isa(int isa) -> int", &set_isa);
 }
 
 TORCH_LIBRARY_IMPL(cb_engine, CPU, m) { m.impl("paged_attention", &paged_attention); }

@@ -1,6 +1,6 @@
 """Times one layer's attention on this CPU: the native kernel beside gathering the cache and calling SDPA.
 
-    python -m cb_engine.attention.native.bench [--seconds 0.5]
+    python scripts/bench_attention.py [--seconds 0.5]
 
 Decode cases cycle through several layers' caches, so that keys and values come from memory as they do in a model.
 """

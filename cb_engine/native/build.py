@@ -2,7 +2,7 @@
 
 Owns: the compiler's command lines and the cache folder. Does not know: what the kernel computes.
 
-    python -m cb_engine.attention.native.build      builds ahead of time and prints where the library is
+    python -m cb_engine.native.build      builds ahead of time and prints where the library is
 
 One invocation of the compiler per file, a few seconds in all; neither ninja nor setuptools is needed, and nothing
 depends on the version of Python. The library holds the code for every instruction set and picks at run time, so a
@@ -38,6 +38,7 @@ LIBRARY_NAME = "cb_engine_native.so"
 _OPERATOR_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-w")
 # No contraction of a * b + c: where rounding matters the kernels say fma(), and every instance has to round alike.
 _KERNEL_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-w", "-ffp-contract=off")
+_OPERATORS = ("dispatch.cpp", "dense.cpp", "paged_attention.cpp")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _X86_KERNELS: dict[str, tuple[str, ...]] = {
@@ -135,7 +136,7 @@ def _compile(compiler: tuple[str, ...], library: Path) -> None:
     includes = tuple(f"-isystem{path}" for path in include_paths())
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     flags = {
-        "paged_attention.cpp": (*_OPERATOR_FLAGS, *openmp, abi, *includes),
+        **dict.fromkeys(_OPERATORS, (*_OPERATOR_FLAGS, *openmp, abi, *includes)),
         "isa_portable.cpp": _KERNEL_FLAGS,
     }
     if platform.machine() in ("x86_64", "AMD64"):

@@ -1,0 +1,188 @@
+// The operators `cb_engine::linear`, `rms_norm` and `rotary_`: check their tensors and share the work out to torch's
+// thread pool.
+//
+// Owns: argument checks and work splitting. Does not know: arithmetic (dense_kernels.h).
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "dispatch.h"
+
+namespace cb_engine {
+namespace {
+
+constexpr int64_t kFlopsPerThread = 1 << 17;  // less is not worth waking a thread for
+constexpr int64_t kElementsPerThread = 1 << 14;
+constexpr int64_t kRowsPerChunk = 48;  // rows are shared out as well as panels only if both shares have so many
+
+const DenseKernels& dense_kernels(const at::Tensor& like) {
+  return kernels_for(current_kernels().dense, like.scalar_type());
+}
+
+void check_rows(const at::Tensor& x, const char* name, const at::Tensor& like) {
+  TORCH_CHECK_VALUE(x.dim() >= 1 && x.device().is_cpu() && x.scalar_type() == like.scalar_type(), name,
+                    " must be a CPU tensor of the input's dtype");
+  TORCH_CHECK_VALUE(x.size(-1) <= 1 || x.stride(-1) == 1, name, " must be contiguous along its last axis");
+}
+
+// The distance between rows of a tensor whose leading axes can be seen as one.
+int64_t row_stride(const at::Tensor& x, const char* name) {
+  int64_t stride = 0, expected = 0;
+  for (int64_t axis = x.dim() - 2; axis >= 0; --axis) {
+    if (x.size(axis) == 1) continue;
+    if (stride == 0) stride = expected = x.stride(axis);
+    TORCH_CHECK_VALUE(x.stride(axis) == expected, name, " must have evenly spaced rows, got strides ", x.strides());
+    expected *= x.size(axis);
+  }
+  return stride;
+}
+
+// Threads take runs of (chunk of rows, panel), chunk by chunk, so that each reads its weights front to back. Rows are
+// cut where the panels alone would leave threads idle.
+void run_linear(const LinearJob& job, const DenseKernels& kernels, int64_t rows) {
+  const int64_t panels = (job.columns + kPanelColumns - 1) / kPanelColumns;
+  const int64_t flops = 2 * rows * job.inner * job.columns;
+  const int64_t threads = std::clamp<int64_t>(flops / kFlopsPerThread, 1, at::get_num_threads());
+  int64_t chunks = 1;
+  const auto idle = [&](int64_t n) {  // share of the threads' time that is left over
+    const int64_t turns = (panels * n + threads - 1) / threads;
+    return 1.0 - static_cast<double>(panels * n) / static_cast<double>(turns * threads);
+  };
+  while (idle(chunks) > 0.05 && rows / (chunks + 1) >= kRowsPerChunk) ++chunks;
+  const int64_t units = panels * chunks;
+  at::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
+    for (int64_t unit = units * first / threads, end = units * last / threads; unit < end;) {
+      const int64_t chunk = unit / panels, panel = unit % panels;
+      const int64_t count = std::min(panels - panel, end - unit);
+      kernels.linear(job, panel, panel + count, rows * chunk / chunks, rows * (chunk + 1) / chunks);
+      unit += count;
+    }
+  });
+}
+
+at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, int64_t columns,
+                  const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& residual,
+                  int64_t epilogue) {
+  const DenseKernels& kernels = dense_kernels(input);
+  check_rows(input, "input", input);
+  const int64_t inner = input.size(-1), rows = inner == 0 ? 0 : input.numel() / inner;
+  const int64_t panels = (columns + kPanelColumns - 1) / kPanelColumns;
+  TORCH_CHECK_VALUE(weight.dim() == 4 && weight.size(0) == panels && weight.size(1) * kernels.pair == inner &&
+                        weight.size(2) == kPanelColumns && weight.size(3) == kernels.pair && weight.is_contiguous() &&
+                        weight.scalar_type() == input.scalar_type() && weight.device().is_cpu(),
+                    "weight does not fit the input; pack it with pack_weight, got ", weight.sizes());
+  TORCH_CHECK_VALUE(epilogue >= 0 && epilogue <= 3, "unknown epilogue ", epilogue);
+  const auto kind = static_cast<Epilogue>(epilogue);
+  const bool gated = kind == Epilogue::kSiluMul || kind == Epilogue::kGeluTanhMul;
+
+  std::vector<int64_t> sizes = input.sizes().vec();
+  sizes.back() = gated ? columns / 2 : columns;
+  const at::Tensor output = at::empty(sizes, input.options().memory_format(at::MemoryFormat::Contiguous));
+  LinearJob job{};
+  if (bias.has_value()) {
+    TORCH_CHECK_VALUE(bias->scalar_type() == at::kFloat && bias->is_contiguous() &&
+                          bias->numel() == panels * kPanelColumns,
+                      "bias must be float32, padded to whole panels");
+    job.bias = bias->const_data_ptr<float>();
+  }
+  TORCH_CHECK_VALUE(residual.has_value() == (kind == Epilogue::kAdd), "a residual is for the epilogue that adds it");
+  if (residual.has_value()) {
+    check_rows(*residual, "residual", input);
+    TORCH_CHECK_VALUE(residual->sizes() == output.sizes(), "residual must have the output's shape");
+    job.residual = residual->const_data_ptr();
+    job.residual_stride = row_stride(*residual, "residual");
+  }
+  if (output.numel() == 0) return output;
+  job.input = input.const_data_ptr();
+  job.input_stride = row_stride(input, "input");
+  job.weight = weight.const_data_ptr();
+  job.output = output.mutable_data_ptr();
+  job.output_stride = sizes.back();
+  job.inner = inner;
+  job.columns = columns;
+  job.epilogue = kind;
+  at::Tensor packed;
+  if (kernels.packs_rows) {
+    packed = at::empty({rows * inner * kernels.packed_bytes}, input.options().dtype(at::kByte));
+    at::parallel_for(0, rows, std::max<int64_t>(1, kElementsPerThread / inner), [&](int64_t begin, int64_t end) {
+      kernels.pack_rows(input.const_data_ptr(), job.input_stride, inner, packed.mutable_data_ptr(), begin, end);
+    });
+    job.input = packed.const_data_ptr();
+    job.input_stride = inner;
+  }
+  run_linear(job, kernels, rows);
+  return output;
+}
+
+at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps, double offset, bool round_first) {
+  const DenseKernels& kernels = dense_kernels(input);
+  check_rows(input, "input", input);
+  check_rows(weight, "weight", input);
+  const int64_t columns = input.size(-1);
+  TORCH_CHECK_VALUE(weight.dim() == 1 && weight.size(0) == columns, "weight must be [", columns, "], got ",
+                    weight.sizes());
+  const at::Tensor output = at::empty(input.sizes(), input.options().memory_format(at::MemoryFormat::Contiguous));
+  if (output.numel() == 0) return output;
+  NormJob job{};
+  job.input = input.const_data_ptr();
+  job.weight = weight.const_data_ptr();
+  job.output = output.mutable_data_ptr();
+  // The last leading axis may have a stride of its own: the heads of a fused projection.
+  job.inner_rows = input.dim() >= 2 ? input.size(-2) : 1;
+  job.inner_stride = input.dim() >= 2 ? input.stride(-2) : 0;
+  job.outer_stride = input.dim() >= 3 ? row_stride(input.select(-2, 0), "input") : 0;
+  job.columns = columns;
+  job.eps = static_cast<float>(eps);
+  job.offset = static_cast<float>(offset);
+  job.round_first = round_first;
+  const int64_t rows = input.numel() / columns;
+  at::parallel_for(0, rows, std::max<int64_t>(1, kElementsPerThread / columns),
+                   [&](int64_t begin, int64_t end) { kernels.rms_norm(job, begin, end); });
+  return output;
+}
+
+void rotary_(const at::Tensor& heads, const at::Tensor& cos, const at::Tensor& sin) {
+  const DenseKernels& kernels = dense_kernels(heads);
+  check_rows(heads, "heads", heads);
+  check_rows(cos, "cos", heads);
+  TORCH_CHECK_VALUE(heads.dim() == 3 && cos.dim() == 2 && cos.size(0) == heads.size(0) && cos.is_contiguous() &&
+                        cos.size(1) % 2 == 0 && cos.size(1) <= heads.size(2),
+                    "heads must be [T, H, D] and cos a contiguous [T, R] with an even R of at most D");
+  TORCH_CHECK_VALUE(sin.sizes() == cos.sizes() && sin.is_contiguous() && sin.scalar_type() == cos.scalar_type(),
+                    "sin must be like cos");
+  if (heads.numel() == 0 || cos.numel() == 0) return;
+  RotaryJob job{};
+  job.heads = heads.mutable_data_ptr();
+  job.cos = cos.const_data_ptr();
+  job.sin = sin.const_data_ptr();
+  job.token_stride = heads.stride(0);
+  job.head_stride = heads.stride(1);
+  job.num_heads = heads.size(1);
+  job.rotary_dim = cos.size(1);
+  const int64_t per_token = job.num_heads * job.rotary_dim;
+  at::parallel_for(0, heads.size(0), std::max<int64_t>(1, kElementsPerThread / per_token),
+                   [&](int64_t begin, int64_t end) { kernels.rotary(job, begin, end); });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(cb_engine, m) {
+  m.def(
+      "linear(Tensor input, Tensor weight, int columns, Tensor? bias, Tensor? residual, int epilogue) -> Tensor");
+  m.def("rms_norm(Tensor input, Tensor weight, float eps, float offset, bool round_first) -> Tensor");
+  m.def("rotary_(Tensor(a!) heads, Tensor cos, Tensor sin) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(cb_engine, CPU, m) {
+  m.impl("linear", &linear);
+  m.impl("rms_norm", &rms_norm);
+  m.impl("rotary_", &rotary_);
+}
+
+}  // namespace cb_engine

@@ -1,0 +1,164 @@
+"""Modules that take the place of a model's own on the shadow tree, with the same calls and results.
+
+Each is made from a module whose program is known (`fuse.py` decides that) and rounds where that program rounds. The
+operators are those of `cb_engine/native/dense.cpp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from cb_engine.attention.backend import AttentionParams
+from cb_engine.attention.interface import attend
+from cb_engine.runner.fusion.linear import Epilogue, NativeWeight
+
+
+class FusedNorm(nn.Module):
+    """RMS norm in one operation.
+
+    Args:
+        weight: [dim], the model's own.
+        offset: added to the weight; Gemma's norms store their distance from one.
+        round_first: Llama's norms round to the model's dtype before the weight comes, others after it.
+    """
+
+    def __init__(self, weight: nn.Parameter, eps: float, *, offset: float, round_first: bool) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps, self.offset, self.round_first = eps, offset, round_first
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., dim] to [..., dim]."""
+        out: torch.Tensor = torch.ops.cb_engine.rms_norm(
+            hidden_states, self.weight, self.eps, self.offset, self.round_first
+        )
+        return out
+
+
+class FusedMLP(nn.Module):
+    """`down(act(gate(x)) * up(x))` in two products."""
+
+    def __init__(self, gate_up: NativeWeight, activation: Epilogue, down: NativeWeight) -> None:
+        super().__init__()
+        self._gate_up, self._activation, self._down = gate_up, activation, down
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., dim] to [..., dim]."""
+        return self._down(self._gate_up(x, self._activation))
+
+    def added_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """`residual + forward(x)`."""
+        return self._down(self._gate_up(x, self._activation), Epilogue.ADD, residual)
+
+
+class FusedAttention(nn.Module):
+    """Attention with one product for queries, keys and values, which are rotated in place.
+
+    Args:
+        qkv, out: its weights.
+        params: what it hands to the attention function.
+        heads: how many of queries, keys and values.
+        q_norm, k_norm: norms over each head, if it has them.
+        rotates: False where it knows no positions.
+    """
+
+    def __init__(
+        self,
+        qkv: NativeWeight,
+        out: NativeWeight,
+        params: AttentionParams,
+        *,
+        layer_idx: int,
+        head_dim: int,
+        heads: Sequence[int],
+        q_norm: nn.Module | None,
+        k_norm: nn.Module | None,
+        rotates: bool,
+    ) -> None:
+        super().__init__()
+        self._qkv, self._out, self._params = qkv, out, params
+        self.layer_idx, self._head_dim, self._heads = layer_idx, head_dim, list(heads)
+        self.q_norm, self.k_norm = q_norm, k_norm
+        self._rotates = rotates
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """[1, T, dim] to [1, T, dim], and no attention weights."""
+        refuse_foreign(attention_mask, cache)
+        return self._out(self._attended(hidden_states, position_embeddings)), None
+
+    def added_to(
+        self,
+        residual: torch.Tensor,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """`residual + forward(hidden_states)[0]`."""
+        return self._out(self._attended(hidden_states, position_embeddings), Epilogue.ADD, residual)
+
+    def _attended(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """Heads side by side, [1, T, heads * head_dim]."""
+        qkv = self._qkv(hidden_states).view(hidden_states.shape[1], -1, self._head_dim)
+        query, key, value = torch.split(qkv, self._heads, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if self._rotates and position_embeddings is not None:
+            cos, sin = position_embeddings
+            torch.ops.cb_engine.rotary_(query, cos[0], sin[0])
+            torch.ops.cb_engine.rotary_(key, cos[0], sin[0])
+        return attend(self.layer_idx, query, key, value, self._params).view(1, len(query), -1)
+
+
+class FusedDecoderLayer(nn.Module):
+    """The layer of Llama and its many relatives, with the sums in the products' last lines.
+
+    Norms and MLP may be fused or not.
+    """
+
+    def __init__(
+        self,
+        input_layernorm: nn.Module,
+        self_attn: FusedAttention,
+        post_attention_layernorm: nn.Module,
+        mlp: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm, self.self_attn = input_layernorm, self_attn
+        self.post_attention_layernorm, self.mlp = post_attention_layernorm, mlp
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """[1, T, dim] to [1, T, dim]."""
+        refuse_foreign(attention_mask, cache)
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = self.self_attn.added_to(hidden_states, normed, position_embeddings)
+        normed = self.post_attention_layernorm(hidden_states)
+        if isinstance(self.mlp, FusedMLP):
+            return self.mlp.added_to(hidden_states, normed)
+        return hidden_states.add(self.mlp(normed))
+
+
+def refuse_foreign(attention_mask: torch.Tensor | None, cache: object) -> None:
+    """Paged attention has its own masks and its own cache."""
+    if attention_mask is not None or cache is not None:
+        raise NotImplementedError("attention masks and caches from outside: paged attention has its own")
