@@ -22,7 +22,7 @@ from cb_engine.hints import WorkloadHints
 
 POSITIVE = ["block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_prefill_chunk", "max_model_len"]
 FLAGS = ["enable_prefix_caching", "compile", "compile_prefill", "strict_shapes", "return_logprobs"]
-OPTIONAL_FLAGS = ["decode_fast_path", "pad_decode_batches", "pack_weights"]
+OPTIONAL_FLAGS = ["decode_fast_path", "pad_decode_batches", "pack_weights", "fuse_modules"]
 CHOICES = ["attention_backend", "scheduler_type", "running_on_weight_change"]
 
 BAD: list[tuple[str, Any]] = [
@@ -252,8 +252,9 @@ def test_modes_that_capture_graphs_are_left_out_or_refused():
     for mode in ("reduce-overhead", "max-autotune"):
         with pytest.raises(ValueError, match=mode):
             EngineConfig(compile=True, compile_options={"mode": mode})
-    with pytest.raises(ValueError, match="pack_weights"):
-        EngineConfig(compile=True, pack_weights=True)
+    for name in ("pack_weights", "fuse_modules"):
+        with pytest.raises(ValueError, match=f"{name}=True is for uncompiled engines"):
+            EngineConfig(compile=True, **{name: True})
 
 
 def test_two_compile_configs_that_differ_are_refused():

@@ -29,6 +29,7 @@ LAYERS = (
         "detokenizer",
         "models",
         "cache_dir",
+        "native",
     },
 )
 TORCH_FREE = (

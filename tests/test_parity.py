@@ -96,3 +96,11 @@ def test_native_kernels_equal_generate(family: str) -> None:
     for settings in ({}, {"max_prefill_chunk": 3}, {"num_blocks": 13}):
         tokens, _ = run(model, prompts, attention_backend="auto", **settings)
         assert tokens == references
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_plain_modules_equal_generate(family: str) -> None:
+    """Without packed weights and fused modules, which all other tests here have where the kernels can be built."""
+    model, prompts, references = tiny.family(family)
+    tokens, _ = run(model, prompts, pack_weights=False, fuse_modules=False)
+    assert tokens == references

@@ -19,6 +19,7 @@ from scripted_model import ScriptedModel
 
 import cb_engine
 from cb_engine import Engine, EngineConfig, GenerationOutput, SamplingParams, WorkloadHints
+from cb_engine.native import build
 from cb_engine.runner.buckets import StepKind
 
 PROMPT = [5, 7, 11, 13, 17]
@@ -208,9 +209,16 @@ def check_compile(name: str, expected_kinds: set[StepKind]) -> None:
 
 def check_pack_weights() -> None:
     model = tiny.make_model("llama").to(torch.bfloat16)
-    sizes = [engine_of(model, pack_weights=wanted).packed_bytes for wanted in (True, False)]
-    assert (sizes[0] > 0) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    sizes = [engine_of(model, pack_weights=wanted).fusion.packed_bytes for wanted in (True, False)]
+    assert (sizes[0] > 0) == (build.load() or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     assert sizes[1] == 0
+
+
+def check_fuse_modules() -> None:
+    model = tiny.make_model("llama")
+    counts = [engine_of(model, fuse_modules=wanted).fusion.fused.total() for wanted in (True, False)]
+    assert (counts[0] > 0) == build.load()
+    assert counts[1] == 0
 
 
 def check_strict_shapes() -> None:
@@ -285,6 +293,7 @@ ENGINE: dict[str, Callable[[], None]] = {
     "compile_prefill": lambda: check_compile("compile_prefill", {StepKind.PREFILL}),
     "compile_options": lambda: check_compile("compile", {StepKind.DECODE}),
     "pack_weights": check_pack_weights,
+    "fuse_modules": check_fuse_modules,
     "strict_shapes": check_strict_shapes,
     "attention_backend": check_attention_backend,
     "scheduler_type": check_scheduler_type,

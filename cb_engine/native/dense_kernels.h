@@ -69,7 +69,7 @@ CB_INLINE Vec load_some(const Storage<E>* p, int64_t count) {
 }
 
 CB_INLINE Vec silu(Vec x) {
-  const Vec e = exp2_lanes(mul(vmin(x, splat(88.0f)), splat(-kLog2E)));
+  const Vec e = exp2_lanes(vmin(mul(x, splat(-kLog2E)), splat(126.0f)));
   return div(x, add(splat(1.0f), e));
 }
 

@@ -1,7 +1,7 @@
 """Which modules compute what we know how to compute: those whose `forward` is the same program as a known class's.
 
-transformers writes most models by copying: 26 of its MLP classes have the very bytecode of `LlamaMLP.forward`. Comparing
-programs finds them all, whatever they are called, and takes nothing else for one of them. Knows no kernels.
+transformers writes most models by copying: 26 of its MLP classes have the very bytecode of `LlamaMLP.forward`.
+Comparing programs finds them all, whatever they are called, and takes nothing else for one of them. Knows no kernels.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ def _content(code: CodeType, doc: str | None) -> tuple[Any, ...]:
     """What a function does, without where it stands, how it is documented and which class its `super()` means."""
     constants = tuple(
         _content(constant, None) if isinstance(constant, CodeType) else (type(constant), constant)
-        for constant in code.co_consts
-        if constant is None or constant != doc
+        for constant in (None if value == doc else value for value in code.co_consts)
     )
     return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
