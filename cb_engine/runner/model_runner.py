@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from cb_engine.attention.backend import AttentionBackend, KVCache
 from cb_engine.attention.interface import bind
@@ -151,6 +152,7 @@ class ModelRunner:
         )
         return self._sample(plan.scheduled, self._forward(batch))
 
+    @record_function("cb_engine.forward")  # a name in a profiler's trace
     def _forward(self, batch: InputBatch) -> torch.Tensor:
         """Logits [R, vocab] of the batch's wanted rows."""
         forward = self._forwards.get(batch.bucket, batch.logits_indices.numel())
@@ -186,6 +188,7 @@ class ModelRunner:
 
     # ---- sampling --------------------------------------------------------------------------------------------
 
+    @record_function("cb_engine.sample")
     def _sample(self, scheduled: Sequence[ScheduledRequest], logits: torch.Tensor) -> ModelOutput:
         """Splits the wanted rows into prompt rows and sampling rows (see `_logits_indices`) and draws tokens."""
         entries: dict[str, list[list[TokenLogprob]]] = {}

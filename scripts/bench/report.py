@@ -96,6 +96,41 @@ def _row_cells(row: Row | Skipped, against: Sequence[float | None]) -> list[str]
     return [*first, *figures, row.engine, *ratios]
 
 
+def format_peers(rows: Sequence[Row | Skipped], engines: Sequence[str]) -> str:
+    """One line per label: the rate of every engine, and how many times as fast the first one is as each other.
+
+    The row without tokens to count is the time to the first token, in seconds.
+    """
+    first, *others = engines
+    cells = [["label", "samples", "avg_in", "max_new", *engines, *(f"x {name}" for name in others)]]
+    by_label: dict[str, dict[str, Row | Skipped]] = {}
+    for row in rows:
+        by_label.setdefault(row.label, {})[row.engine] = row
+    for label, mine in by_label.items():
+        some = next(iter(mine.values()))
+        rates = {name: row.tok_per_s for name, row in mine.items() if isinstance(row, Row)}
+        figures = [_figure(mine.get(name)) for name in engines]
+        ratios = [f"{rates[first] / rates[n]:.2f}" if first in rates and n in rates else "-" for n in others]
+        cells.append([label, str(some.samples), f"{some.avg_in:.1f}", str(some.max_new), *figures, *ratios])
+    failed = [f"{row.label}, {row.engine}: {row.reason}" for row in rows if isinstance(row, Skipped) and row.failed]
+    return "\n".join([*_aligned(cells, left=(0,)), *failed])
+
+
+def _figure(row: Row | Skipped | None) -> str:
+    if not isinstance(row, Row):
+        return "-"
+    return f"{row.time_s:.1f} s" if row.tokens == 1 else f"{row.tok_per_s:.1f}"
+
+
+def _aligned(cells: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    lines = [
+        "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        for line in cells
+    ]
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]
+
+
 def write_json(path: Path, rows: Sequence[Row | Skipped], machine: Mapping[str, Any]) -> None:
     """Writes the measured rows, the machine, and what was skipped with its reasons."""
     result = {

@@ -108,10 +108,10 @@ def build_workload(
     return Workload(label, random(32), max_new or length, compile=True)
 
 
-def random_prompts(count: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Prompts of 256 random token ids; the first ones do not depend on `count`."""
+def random_prompts(count: int, vocab_size: int, seed: int, length: int = _RANDOM_PROMPT_TOKENS) -> list[list[int]]:
+    """Prompts of `length` random token ids; the first ones do not depend on `count`."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (count, _RANDOM_PROMPT_TOKENS)
+    shape = (count, length)
     ids: list[list[int]] = torch.randint(min(_RANDOM_VOCAB, vocab_size), shape, generator=generator).tolist()
     return ids
 
