@@ -36,8 +36,8 @@ class EngineConfig:
         compile_options: keyword arguments for `torch.compile` (backend, mode, fullgraph, options).
         pack_weights: keep a copy of linear weights in the layout of the CPU's matrix kernels (uncompiled engines only);
             None does so if memory allows.
-        fuse_modules: let native kernels compute norms, MLPs, attention and whole layers of known kinds on the CPU
-            (uncompiled engines only; all but norms need packed weights); None does so.
+        fuse_modules: on the CPU, let native kernels draw tokens, and compute norms, MLPs, attention and whole layers of
+            known kinds (uncompiled engines only; all but norms need packed weights); None does so.
         strict_shapes: a padded shape that warm-up has not run is an error rather than run eagerly.
         attention_backend: "torch", "native", or "auto": native where it can be built.
         scheduler_type: "fifo" lets decodes go first, "prefill_first" lets prompts.

@@ -1,5 +1,5 @@
-"""The CPU attention kernel in C++: its sources, the loader that compiles them on first use, a benchmark.
+"""The CPU kernels in C++: their sources, and the loader that compiles them on first use.
 
-Owns: the operator `torch.ops.cb_engine.paged_attention`. Does not know: `AttentionBackend` (see
-`cb_engine.attention.native_backend`), models, requests.
+Owns: the operators `torch.ops.cb_engine.*` for paged attention (`paged_attention.cpp`), dense layers (`dense.cpp`) and
+sampling (`sampling.cpp`). Does not know: models, requests, or who calls them.
 """

@@ -1,6 +1,6 @@
-"""Compiles the C++ attention kernel on first use, caches the library, loads it into torch.
+"""Compiles the C++ kernels on first use, caches the library, loads it into torch.
 
-Owns: the compiler's command lines and the cache folder. Does not know: what the kernel computes.
+Owns: the compiler's command lines and the cache folder. Does not know: what the kernels compute.
 
     python -m cb_engine.native.build      builds ahead of time and prints where the library is
 
@@ -38,7 +38,7 @@ LIBRARY_NAME = "cb_engine_native.so"
 _OPERATOR_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-w")
 # No contraction of a * b + c: where rounding matters the kernels say fma(), and every instance has to round alike.
 _KERNEL_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-w", "-ffp-contract=off")
-_OPERATORS = ("dispatch.cpp", "dense.cpp", "paged_attention.cpp")
+_OPERATORS = ("dispatch.cpp", "dense.cpp", "paged_attention.cpp", "sampling.cpp")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _X86_KERNELS: dict[str, tuple[str, ...]] = {
@@ -56,7 +56,7 @@ class BuildError(RuntimeError):
 
 
 def load() -> bool:
-    """Makes `torch.ops.cb_engine.paged_attention` available, building it if need be.
+    """Makes the operators `torch.ops.cb_engine.*` of this folder available, building them if need be.
 
     Returns False, after one warning per process, where that is impossible. Safe to call often and from any thread.
     """
@@ -69,7 +69,7 @@ def load() -> bool:
                 _loaded = True
             except (BuildError, OSError) as error:
                 warnings.warn(
-                    f"cb_engine runs without its native CPU attention kernel, several times slower: {error}",
+                    f"cb_engine runs without its native CPU kernels, several times slower: {error}",
                     RuntimeWarning,
                     stacklevel=2,
                 )

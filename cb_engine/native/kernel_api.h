@@ -1,5 +1,5 @@
-// The seam between the torch-facing operators (paged_attention.cpp, dense.cpp) and the numeric kernels
-// (attention_kernels.h, dense_kernels.h).
+// The seam between the torch-facing operators (paged_attention.cpp, dense.cpp, sampling.cpp) and the numeric kernels
+// (attention_kernels.h, dense_kernels.h, sampling_kernels.h).
 //
 // Plain data only: the kernels are compiled once per instruction set, with different compiler flags, so nothing
 // that could be emitted as a shared inline function (std::, torch headers) may be seen from their side. Otherwise
@@ -123,6 +123,22 @@ struct DenseKernels {
   void (*rotary)(const RotaryJob&, int64_t token_begin, int64_t token_end);
 };
 
+struct DrawJob {
+  const void* logits;  // [R, V]
+  int64_t row_stride;
+  int64_t vocab;             // V
+  const float* temperature;  // [R]; 0: the best token
+  const double* uniform;     // [R], in [0, 1)
+  int64_t* token_ids;        // [R]
+  bool* failed;              // [R]: NaN or infinity among the logits, or nothing but -infinity
+  float* sums;               // [R]: of exp((x - best) / temperature); 1 where there was no draw
+};
+
+struct SamplingKernels {
+  int64_t block;  // tokens that one entry of `block_sums` stands for
+  void (*draw)(const DrawJob&, int64_t row_begin, int64_t row_end, double* block_sums);
+};
+
 template <class T>
 struct PerElement {
   T float32, bfloat16, float16;
@@ -131,6 +147,7 @@ struct PerElement {
 struct KernelSet {
   PerElement<AttentionKernels> attention;
   PerElement<DenseKernels> dense;
+  PerElement<SamplingKernels> sampling;
 };
 
 }  // namespace cb_engine

@@ -20,6 +20,7 @@ from cb_engine.attention.interface import bind
 from cb_engine.config import ResolvedConfig
 from cb_engine.errors import CBEngineError, ShapeNotWarmedError
 from cb_engine.kv_cache.block_manager import BlockCopy, KVGroup
+from cb_engine.native import build
 from cb_engine.outputs import TokenLogprob
 from cb_engine.request import Request
 from cb_engine.runner.buckets import BucketTable, StepKind
@@ -56,7 +57,7 @@ class ModelRunner:
         self._config = config
         self._backend = backend
         self._groups = groups
-        self._sampler = Sampler()
+        self._sampler = Sampler(native=config.fuse_modules and profile.output_device.type == "cpu" and build.load())
         self._states: WeakKeyDictionary[Request, SamplingState] = WeakKeyDictionary()
         self.buckets = BucketTable(
             max_num_seqs=config.max_num_seqs,

@@ -22,9 +22,9 @@ from cb_engine.sampling.state import SamplingState
 from cb_engine.sampling.truncation import FEW, MANY, Cuts
 from cb_engine.sampling_params import LogprobsMode, SamplingParams
 
-# greedy: no draw. few, many: everything needed is among the best tokens. share: so it is, but for the sum
-# over the row, which top_p is a share of. whole: the row as it is.
-Way = Literal["greedy", "few", "many", "share", "whole"]
+# greedy: no draw. free: no cuts, and a kernel for it. few, many: everything needed is among the best tokens. share:
+# so it is, but for the sum over the row, which top_p is a share of. whole: the row as it is.
+Way = Literal["greedy", "free", "few", "many", "share", "whole"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,13 @@ class Plan:
     """The division of one batch."""
 
     def __init__(
-        self, states: Sequence[SamplingState], vocab_size: int, device: torch.device, penalties: Penalties
+        self,
+        states: Sequence[SamplingState],
+        vocab_size: int,
+        device: torch.device,
+        penalties: Penalties,
+        *,
+        native: bool,
     ) -> None:
         # Kept to compare identities with; holding them also keeps an identity from being used again.
         self.states = tuple(states)
@@ -83,8 +89,15 @@ class Plan:
         params = [state.params for state in states]
         self.params = params
         self.temperature = torch.tensor([p.temperature or 1.0 for p in params], device=device)
-        ways = [_way(p, device) for p in params]
+        native = native and device.type == "cpu"
+        ways = [_way(p, device, native) for p in params]
         self.greedy = self._rows([way == "greedy" for way in ways])
+        self.free = self._rows([way == "free" for way in ways])
+        # Nothing but best tokens and free draws, and nobody asks for more: one kernel does it all.
+        self.is_plain = (
+            native and {*ways} <= {"greedy", "free"} and all(p.logprobs is None for p in params) and bool(ways)
+        )
+        self.odds = torch.tensor([p.temperature for p in params], device=device)  # fp32; 0 is greedy, for the kernel
         self.whole_groups = self.group_whole([row for row, way in enumerate(ways) if way == "whole"])
         self.candidate_groups: list[Group] = []
         for way, candidates in (("few", FEW), ("many", MANY), ("share", MANY)):
@@ -153,9 +166,11 @@ class Plan:
         return [self.rows([row for row, count in enumerate(asked) if count == wanted]) for wanted in counts]
 
 
-def _way(params: SamplingParams, device: torch.device) -> Way:
+def _way(params: SamplingParams, device: torch.device, native: bool) -> Way:
     if params.is_greedy:
         return "greedy"
+    if native and not params.top_k and not params.min_p and params.top_p >= 1.0:
+        return "free"
     # Whether a row's candidates were enough is known on the device; only on a CPU does the host see it
     # without waiting.
     if device.type != "cpu" or params.top_k >= MANY:

@@ -6,9 +6,10 @@ Owns: the order of operations, and the cache of the batch's plan. For each row, 
     2. logit_bias is added                                                  edits.py
     3. repetition penalty (prompt and output), then frequency and presence (output)
     4. masks: allowed_token_ids, bad words, and what would end the output before min_tokens
-    5. greedy: the best token                                               blocks.py
+    5. greedy: the best token                                               blocks.py, or the kernel `draw`
        else: temperature, then the cuts top_k, top_p, min_p                 truncation.py
-             and a draw with one uniform number per (seed, position)        randomness.py, blocks.py
+             and a draw with one uniform number per (seed, position)        randomness.py, blocks.py; without
+                                                                            cuts the kernel `draw`
     6. processed log-probabilities, if asked for, are those of what 5 chose from   logprobs.py
 
 This is vLLM's order in 1-4, with the masks moved behind all that adds, and that of transformers' `generate`
@@ -73,9 +74,15 @@ class _Draft:
 
 
 class Sampler:
-    """Samples one token per request of a batch. What it holds saves time; no result depends on it."""
+    """Samples one token per request of a batch. What it holds saves time; no result depends on it.
 
-    def __init__(self) -> None:
+    Args:
+        native: on a CPU, let `torch.ops.cb_engine.draw` sample the rows that have nothing but a temperature. It has
+            to be loaded.
+    """
+
+    def __init__(self, *, native: bool = False) -> None:
+        self._native = native
         self._penalties = Penalties()
         self._plan: Plan | None = None
 
@@ -99,10 +106,19 @@ class Sampler:
                 f"{len(states)} states; slice off the padding first"
             )
         plan = self._plan_for(states, logits)
-        draft, failed = _prepare(logits, plan)
+        masked = plan.edits.pending()
+        if plan.is_plain and masked is None:
+            token_ids, failed, _ = torch.ops.cb_engine.draw(_rows_of(logits), plan.odds, _uniform(plan))
+            return SamplerOutput(token_ids, failed, None, None)
+        draft, failed = _prepare(logits, plan, masked)
         if (rows := plan.greedy) is not None:
             best = blocks.argmax(rows.take(draft.logits), rows.take(draft.maxima))
             draft.token_ids.index_copy_(0, rows.index, best)
+        if (rows := plan.free) is not None:
+            drawn, _, sums = torch.ops.cb_engine.draw(
+                rows.take(draft.logits), rows.take(plan.odds), rows.take(draft.uniform)
+            )
+            draft.put(rows, drawn, torch.full_like(sums, float("-inf")), sums)
         wanting = [row for group in plan.candidate_groups for row in _draw_from_candidates(draft, group)]
         for part in [*plan.whole_groups, *plan.group_whole(wanting)]:
             _draw_from_rows(draft, part)
@@ -112,14 +128,18 @@ class Sampler:
     def _plan_for(self, states: Sequence[SamplingState], logits: Tensor) -> Plan:
         plan = self._plan
         if plan is None or not plan.fits(states, logits.shape[1], logits.device):
-            plan = self._plan = Plan(states, logits.shape[1], logits.device, self._penalties)
+            plan = self._plan = Plan(states, logits.shape[1], logits.device, self._penalties, native=self._native)
         return plan
 
 
-def _prepare(logits: Tensor, plan: Plan) -> tuple[_Draft, Tensor]:
+def _rows_of(logits: Tensor) -> Tensor:
+    """Return the logits with rows that lie in one piece each."""
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+def _prepare(logits: Tensor, plan: Plan, masked: list[int] | None) -> tuple[_Draft, Tensor]:
     """Return the edited logits with room for the results, and which rows failed, `[R]` bool."""
     scores = logits.float().contiguous()
-    masked = plan.edits.pending()
     failed = None
     if masked is not None:
         # An edit may hide a NaN or an infinity; the row is wrong all the same.

@@ -9,6 +9,13 @@ import torch
 from cb_engine.sampling import Sampler, SamplingState
 from cb_engine.sampling_params import SamplingParams
 
+_native = False  # set by the fixture in conftest.py
+
+
+def make_sampler() -> Any:
+    """A sampler that remembers nothing, of the kind that is under test."""
+    return Sampler(native=_native)
+
 
 def state(
     *,
@@ -27,7 +34,7 @@ def state(
 
 def sample(logits: torch.Tensor, *states: SamplingState) -> Any:
     """Sample with a sampler that remembers nothing. Any: a test knows which parts its states asked for."""
-    return Sampler()(logits, states)
+    return make_sampler()(logits, states)
 
 
 def kept(output: Any, row: int = 0) -> dict[int, float]:

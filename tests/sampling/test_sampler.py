@@ -16,9 +16,9 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from cb_engine.sampling import Sampler, SamplingState
+from cb_engine.sampling import SamplingState
 from cb_engine.sampling_params import SamplingParams
-from tests.sampling.common import kept, peaky, sample, state
+from tests.sampling.common import kept, make_sampler, peaky, sample, state
 
 INF = float("inf")
 NAN = float("nan")
@@ -138,9 +138,9 @@ def test_a_row_is_the_same_to_the_bit_whatever_is_beside_it(vocab, dtype, thread
         states = mixed_states()
         alone: dict[int, Any] = {}
         for row, each in enumerate(states):
-            alone |= results(Sampler(), logits[row : row + 1], [each])
+            alone |= results(make_sampler(), logits[row : row + 1], [each])
         rng = random.Random(0)
-        shared = Sampler()
+        shared = make_sampler()
         for _ in range(4):
             rows = rng.sample(range(len(MIXED)), rng.randint(1, len(MIXED)))
             expected = {row: alone[row] for row in rows}
@@ -152,9 +152,9 @@ def test_a_row_is_the_same_to_the_bit_whatever_is_beside_it(vocab, dtype, thread
 def test_a_large_batch_is_the_same_as_its_rows():
     logits = peaky(40, 1024)
     states = [state(seed=row, **MIXED[row % 3 + 2] | {"logprobs": 0}) for row in range(40)]
-    whole = results(Sampler(), logits, states)
+    whole = results(make_sampler(), logits, states)
     for row, each in enumerate(states):
-        assert results(Sampler(), logits[row : row + 1], [each])[row] == whole[row]
+        assert results(make_sampler(), logits[row : row + 1], [each])[row] == whole[row]
 
 
 def test_logits_are_left_as_they_are():
@@ -168,7 +168,7 @@ def test_logits_are_left_as_they_are():
 def test_a_plan_is_kept_for_the_same_states_in_the_same_order():
     logits = peaky(3, 256)
     states = [state(temperature=0), state(top_k=3), state()]
-    sampler = Sampler()
+    sampler = make_sampler()
     sampler(logits, states)
     plan = sampler._plan
     sampler(logits, list(states))
@@ -233,7 +233,7 @@ def test_min_tokens_masks_every_end_until_then():
 
 def test_min_tokens_wins_over_logit_bias():
     request = state(temperature=0, eos=(3,), logit_bias={3: 100.0}, min_tokens=4, prompt=tuple(range(9)))
-    sampler = Sampler()
+    sampler = make_sampler()
     logits = peaky(1, 64)
     for _ in range(5):
         request.output_token_ids.append(sampler(logits, [request]).token_ids.item())
@@ -280,12 +280,12 @@ def test_ids_of_a_padded_vocabulary_are_never_drawn():
 def test_a_bad_row_fails_alone(bad, fields):
     logits = peaky(3, 512)
     states = [state(seed=row, output=(5,), eos=(2,), **fields) for row in range(3)]
-    expected = results(Sampler(), logits, states)
+    expected = results(make_sampler(), logits, states)
     logits[1, 77] = bad
     output = sample(logits, *states)
     assert output.failed.tolist() == [False, True, False]
     assert 0 <= output.token_ids[1].item() < 512
-    found = results(Sampler(), logits, states)
+    found = results(make_sampler(), logits, states)
     assert (found[0], found[2]) == (expected[0], expected[2])
 
 

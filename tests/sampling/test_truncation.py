@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from cb_engine.sampling import Sampler, sampler
+from cb_engine.sampling import sampler
 from cb_engine.sampling.plan import Plan
-from tests.sampling.common import kept, peaky, sample, state
+from tests.sampling.common import kept, make_sampler, peaky, sample, state
 
 VOCABS = [5, 64, 500, 2048]
 CASES: list[dict[str, Any]] = [
@@ -75,9 +75,9 @@ def test_the_best_tokens_give_what_the_whole_row_gives(fields):
     """The short cut over candidates and the sort of whole rows: the same cut, and the same 50 tokens."""
     logits = torch.cat([peaky(3, 2048), torch.randn(1, 2048, generator=torch.Generator().manual_seed(5))])
     states = [state(seed=row, logprobs=2048, **fields) for row in range(4)]
-    short: Any = Sampler()
-    whole: Any = Sampler()
-    whole._plan = Plan(states, 2048, logits.device, whole._penalties)
+    short: Any = make_sampler()
+    whole: Any = make_sampler()
+    whole._plan = Plan(states, 2048, logits.device, whole._penalties, native=False)
     whole._plan.candidate_groups.clear()
     whole._plan.whole_groups = whole._plan.group_whole(range(4))
     for _ in range(50):
