@@ -25,22 +25,27 @@ const DenseKernels& dense_kernels(const at::Tensor& like) {
   return kernels_for(current_kernels().dense, like.scalar_type());
 }
 
-void check_rows(const at::Tensor& x, const char* name, const at::Tensor& like) {
+void check_like(const at::Tensor& x, const char* name, const at::Tensor& like) {
   TORCH_CHECK_VALUE(x.dim() >= 1 && x.device().is_cpu() && x.scalar_type() == like.scalar_type(), name,
                     " must be a CPU tensor of the input's dtype");
-  TORCH_CHECK_VALUE(x.size(-1) <= 1 || x.stride(-1) == 1, name, " must be contiguous along its last axis");
 }
 
-// The distance between rows of a tensor whose leading axes can be seen as one.
-int64_t row_stride(const at::Tensor& x, const char* name) {
+// The distance between rows of a tensor whose leading axes can be seen as one; -1 if they cannot.
+int64_t row_stride(const at::Tensor& x) {
   int64_t stride = 0, expected = 0;
   for (int64_t axis = x.dim() - 2; axis >= 0; --axis) {
     if (x.size(axis) == 1) continue;
     if (stride == 0) stride = expected = x.stride(axis);
-    TORCH_CHECK_VALUE(x.stride(axis) == expected, name, " must have evenly spaced rows, got strides ", x.strides());
+    if (x.stride(axis) != expected) return -1;
     expected *= x.size(axis);
   }
   return stride;
+}
+
+// The tensor itself, or a copy where its rows do not lie as the kernels read them.
+at::Tensor with_even_rows(const at::Tensor& x) {
+  const bool whole = x.size(-1) <= 1 || x.stride(-1) == 1;
+  return whole && row_stride(x) >= 0 ? x : x.contiguous();
 }
 
 // Threads take runs of (chunk of rows, panel), chunk by chunk, so that each reads its weights front to back. Rows are
@@ -66,17 +71,19 @@ void run_linear(const LinearJob& job, const DenseKernels& kernels, int64_t rows)
   });
 }
 
-at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, int64_t columns,
+at::Tensor linear(const at::Tensor& any_input, const at::Tensor& weight, int64_t columns,
                   const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& residual,
                   int64_t epilogue) {
-  const DenseKernels& kernels = dense_kernels(input);
-  check_rows(input, "input", input);
+  const DenseKernels& kernels = dense_kernels(any_input);
+  check_like(any_input, "input", any_input);
+  const at::Tensor input = with_even_rows(any_input);
   const int64_t inner = input.size(-1), rows = inner == 0 ? 0 : input.numel() / inner;
   const int64_t panels = (columns + kPanelColumns - 1) / kPanelColumns;
   TORCH_CHECK_VALUE(weight.dim() == 4 && weight.size(0) == panels && weight.size(1) * kernels.pair == inner &&
                         weight.size(2) == kPanelColumns && weight.size(3) == kernels.pair && weight.is_contiguous() &&
                         weight.scalar_type() == input.scalar_type() && weight.device().is_cpu(),
-                    "weight does not fit the input; pack it with pack_weight, got ", weight.sizes());
+                    "a packed weight ", weight.sizes(), " of ", weight.scalar_type(), " does not fit an input ",
+                    input.sizes(), " of ", input.scalar_type(), "; has the model changed its dtype or device?");
   TORCH_CHECK_VALUE(epilogue >= 0 && epilogue <= 3, "unknown epilogue ", epilogue);
   const auto kind = static_cast<Epilogue>(epilogue);
   const bool gated = kind == Epilogue::kSiluMul || kind == Epilogue::kGeluTanhMul;
@@ -92,15 +99,17 @@ at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, int64_t col
     job.bias = bias->const_data_ptr<float>();
   }
   TORCH_CHECK_VALUE(residual.has_value() == (kind == Epilogue::kAdd), "a residual is for the epilogue that adds it");
+  at::Tensor other;
   if (residual.has_value()) {
-    check_rows(*residual, "residual", input);
+    check_like(*residual, "residual", input);
     TORCH_CHECK_VALUE(residual->sizes() == output.sizes(), "residual must have the output's shape");
-    job.residual = residual->const_data_ptr();
-    job.residual_stride = row_stride(*residual, "residual");
+    other = with_even_rows(*residual);
+    job.residual = other.const_data_ptr();
+    job.residual_stride = row_stride(other);
   }
   if (output.numel() == 0) return output;
   job.input = input.const_data_ptr();
-  job.input_stride = row_stride(input, "input");
+  job.input_stride = row_stride(input);
   job.weight = weight.const_data_ptr();
   job.output = output.mutable_data_ptr();
   job.output_stride = sizes.back();
@@ -120,23 +129,31 @@ at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, int64_t col
   return output;
 }
 
-at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps, double offset, bool round_first) {
-  const DenseKernels& kernels = dense_kernels(input);
-  check_rows(input, "input", input);
-  check_rows(weight, "weight", input);
-  const int64_t columns = input.size(-1);
-  TORCH_CHECK_VALUE(weight.dim() == 1 && weight.size(0) == columns, "weight must be [", columns, "], got ",
-                    weight.sizes());
+// Whether the last leading axis may have a stride of its own, and the others can be seen as one: the heads of a fused
+// projection.
+bool has_even_heads(const at::Tensor& x) {
+  const bool whole = x.size(-1) <= 1 || x.stride(-1) == 1;
+  return whole && (x.dim() < 3 || row_stride(x.select(-2, 0)) >= 0);
+}
+
+at::Tensor rms_norm(const at::Tensor& any_input, const at::Tensor& weight, double eps, double offset,
+                    bool round_first) {
+  const DenseKernels& kernels = dense_kernels(any_input);
+  check_like(any_input, "input", any_input);
+  check_like(weight, "weight", any_input);
+  const int64_t columns = any_input.size(-1);
+  TORCH_CHECK_VALUE(weight.dim() == 1 && weight.size(0) == columns && weight.is_contiguous(), "weight must be [",
+                    columns, "], got ", weight.sizes());
+  if (any_input.numel() == 0) return at::empty(any_input.sizes(), any_input.options());
+  const at::Tensor input = has_even_heads(any_input) ? any_input : any_input.contiguous();
   const at::Tensor output = at::empty(input.sizes(), input.options().memory_format(at::MemoryFormat::Contiguous));
-  if (output.numel() == 0) return output;
   NormJob job{};
   job.input = input.const_data_ptr();
   job.weight = weight.const_data_ptr();
   job.output = output.mutable_data_ptr();
-  // The last leading axis may have a stride of its own: the heads of a fused projection.
   job.inner_rows = input.dim() >= 2 ? input.size(-2) : 1;
   job.inner_stride = input.dim() >= 2 ? input.stride(-2) : 0;
-  job.outer_stride = input.dim() >= 3 ? row_stride(input.select(-2, 0), "input") : 0;
+  job.outer_stride = input.dim() >= 3 ? row_stride(input.select(-2, 0)) : 0;
   job.columns = columns;
   job.eps = static_cast<float>(eps);
   job.offset = static_cast<float>(offset);
@@ -149,11 +166,11 @@ at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double ep
 
 void rotary_(const at::Tensor& heads, const at::Tensor& cos, const at::Tensor& sin) {
   const DenseKernels& kernels = dense_kernels(heads);
-  check_rows(heads, "heads", heads);
-  check_rows(cos, "cos", heads);
+  check_like(heads, "heads", heads);
+  check_like(cos, "cos", heads);
   TORCH_CHECK_VALUE(heads.dim() == 3 && cos.dim() == 2 && cos.size(0) == heads.size(0) && cos.is_contiguous() &&
-                        cos.size(1) % 2 == 0 && cos.size(1) <= heads.size(2),
-                    "heads must be [T, H, D] and cos a contiguous [T, R] with an even R of at most D");
+                        cos.size(1) % 2 == 0 && cos.size(1) <= heads.size(2) && heads.stride(2) == 1,
+                    "heads must be [T, H, D], contiguous along D, and cos a contiguous [T, R], R even and at most D");
   TORCH_CHECK_VALUE(sin.sizes() == cos.sizes() && sin.is_contiguous() && sin.scalar_type() == cos.scalar_type(),
                     "sin must be like cos");
   if (heads.numel() == 0 || cos.numel() == 0) return;

@@ -8,7 +8,7 @@
 //   A  x   |    |   = acc [rows, 32]   the groups of panel p - 1 have fetched it, a slice each.
 //  [rows,K]| K  |     in registers
 //
-// The same bits, however the work is cut: each output adds its K products in the same order, whatever rows share its
+// The same bits, however the work is cut: each output adds its K products in the same order and the same pieces, whatever rows share its
 // tile and whatever thread has its panel. So a token's result does not depend on the batch it was computed in.
 //
 // Results are rounded where the modules of transformers round them: a product of bfloat16 layers is a bfloat16 before
@@ -35,6 +35,7 @@ constexpr int kTileRows = 2;  // 8 of 16
 constexpr int kTileRows = 1;  // 8 of 16
 #endif
 constexpr int64_t kLine = 64;  // bytes that a prefetch brings
+constexpr int64_t kStepsPerSum = 512;  // products that are added in one chain; longer ones would lose digits
 
 template <class E>
 CB_INLINE Vec load_lanes(const Storage<E>* p) {
@@ -107,18 +108,17 @@ static void finish_row(const LinearJob& job, int64_t row, int64_t panel, const f
   if (left > kLanes) store_lanes<E>(output + column + kLanes, second, left - kLanes);
 }
 
-// ROWS rows from `row` on against one panel. Meanwhile fetches `lines` cache lines from `ahead` on.
-template <class E, int ROWS>
-static void linear_tile(const LinearJob& job, int64_t row, int64_t panel, const Storage<E>* weight,
-                        const char* ahead, int64_t lines) {
+// sums += `steps` products of ROWS rows with a panel, or = with FIRST. Meanwhile fetches `lines` cache lines from
+// `ahead` on.
+template <class E, int ROWS, bool FIRST>
+CB_INLINE void add_products(const Packed<E>* rows, int64_t stride, int64_t steps,
+                            const Storage<E>* weight, const char* ahead, int64_t lines,
+                            float (*sums)[kPanelColumns]) {
   constexpr int kSpread = 4;  // rows that one pointer serves: fewer pointers than rows fit the integer registers
   constexpr int kPointers = (ROWS + kSpread - 1) / kSpread;
-  const int64_t stride = job.input_stride, steps = job.inner / E::kPair;
   const Packed<E>* input[kPointers];
 #pragma GCC unroll 8
-  for (int i = 0; i < kPointers; ++i) {
-    input[i] = static_cast<const Packed<E>*>(job.input) + (row + i * kSpread) * stride;
-  }
+  for (int i = 0; i < kPointers; ++i) input[i] = rows + i * kSpread * stride;
   Vec acc[ROWS][2];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = splat(0.0f);
@@ -140,11 +140,27 @@ static void linear_tile(const LinearJob& job, int64_t row, int64_t panel, const 
 #pragma GCC unroll 8
     for (int i = 0; i < kPointers; ++i) input[i] += E::kPair;
   }
-  float sums[ROWS][kPanelColumns];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {
-    store(sums[r], acc[r][0]);
-    store(sums[r] + kLanes, acc[r][1]);
+    store(sums[r], FIRST ? acc[r][0] : add(load(sums[r]), acc[r][0]));
+    store(sums[r] + kLanes, FIRST ? acc[r][1] : add(load(sums[r] + kLanes), acc[r][1]));
+  }
+}
+
+// ROWS rows from `row` on against one panel, in chains of at most kStepsPerSum products.
+template <class E, int ROWS>
+static void linear_tile(const LinearJob& job, int64_t row, int64_t panel, const Storage<E>* weight,
+                        const char* ahead, int64_t lines) {
+  const Packed<E>* rows = static_cast<const Packed<E>*>(job.input) + row * job.input_stride;
+  const int64_t steps = job.inner / E::kPair;
+  float sums[ROWS][kPanelColumns];
+  add_products<E, ROWS, true>(rows, job.input_stride, steps < kStepsPerSum ? steps : kStepsPerSum, weight, ahead,
+                              lines, sums);
+  for (int64_t step = kStepsPerSum; step < steps; step += kStepsPerSum) {
+    const int64_t count = steps - step < kStepsPerSum ? steps - step : kStepsPerSum;
+    add_products<E, ROWS, false>(rows + step * E::kPair, job.input_stride, count,
+                                 weight + step * kPanelColumns * E::kPair, ahead + 2 * step * kLine,
+                                 lines - 2 * step, sums);
   }
   for (int r = 0; r < ROWS; ++r) finish_row<E>(job, row + r, panel, sums[r]);
 }

@@ -133,8 +133,9 @@ class Sampler:
 
 
 def _rows_of(logits: Tensor) -> Tensor:
-    """Return the logits with rows that lie in one piece each."""
-    return logits if logits.stride(1) == 1 else logits.contiguous()
+    """Return the logits as the kernel reads them: rows in one piece each, of at most 32 bits."""
+    narrow = logits.float() if logits.dtype is torch.float64 else logits
+    return narrow if narrow.stride(1) == 1 else narrow.contiguous()
 
 
 def _prepare(logits: Tensor, plan: Plan, masked: list[int] | None) -> tuple[_Draft, Tensor]:

@@ -114,10 +114,26 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(isa: 
         torch.set_num_threads(threads)
 
 
-def test_rows_with_a_stride_of_their_own(isa: int) -> None:
+def test_rows_that_lie_in_any_way(isa: int) -> None:
     (layer,) = linears((32,), 16, torch.bfloat16, False)
     wide = randn(9, 48, dtype=torch.bfloat16)
-    assert_close(native([layer])(wide[:, 16:32]), layer(wide[:, 16:32]))
+    unevenly = randn(4, 5, 16, dtype=torch.bfloat16)[:, :3]
+    for x in (wide[:, 16:32], unevenly, unevenly.transpose(0, 1), randn(16, 7, dtype=torch.bfloat16).T):
+        weight = native([layer])
+        assert_close(weight(x), layer(x))
+        residual = randn(32, *reversed(x.shape[:-1]), dtype=torch.bfloat16).movedim(0, -1)
+        residual = residual.transpose(0, -2) if x.dim() == 3 else residual
+        assert_close(weight(x, Epilogue.ADD, residual), residual + layer(x))
+        norm = torch.ops.cb_engine.rms_norm(x, torch.ones(16, dtype=torch.bfloat16), 1e-6, 0.0, True)
+        assert_close(norm, F.rms_norm(x.float(), (16,), eps=1e-6).bfloat16())
+
+
+def test_long_sums_keep_their_digits(isa: int) -> None:
+    (layer,) = linears((32,), 20_000, torch.float32, False)
+    x = randn(3, 20_000, dtype=torch.float32)
+    exact = x.double() @ layer.weight.double().T
+    error = (native([layer])(x) - exact).abs().max() / exact.std()
+    assert error < 4e-6, "one chain of 20,000 additions is off by more than 1e-5"
 
 
 def test_no_rows(isa: int) -> None:
@@ -167,9 +183,9 @@ def test_wrong_arguments_are_refused() -> None:
     (layer,) = linears((32,), 16, torch.float32, False)
     packed = native([layer]).packed
     x = torch.zeros(3, 16)
-    with pytest.raises(ValueError, match="pack_weight"):
+    with pytest.raises(ValueError, match="does not fit an input"):
         ops.linear(torch.zeros(3, 18), packed, 32, None, None, 0)
-    with pytest.raises(ValueError, match="pack_weight"):
+    with pytest.raises(ValueError, match="does not fit an input"):
         ops.linear(x.bfloat16(), packed, 32, None, None, 0)
     with pytest.raises(ValueError, match="bias must be float32"):
         ops.linear(x, packed, 32, torch.zeros(31), None, 0)
@@ -179,15 +195,11 @@ def test_wrong_arguments_are_refused() -> None:
         ops.linear(x, packed, 32, None, torch.zeros(3, 31), 1)
     with pytest.raises(ValueError, match="unknown epilogue"):
         ops.linear(x, packed, 32, None, None, 9)
-    with pytest.raises(ValueError, match="contiguous along its last axis"):
-        ops.linear(torch.zeros(16, 3).T, packed, 32, None, None, 0)
-    with pytest.raises(ValueError, match="evenly spaced rows"):
-        ops.linear(torch.zeros(4, 4, 16)[:, :3], packed, 32, None, None, 0)
     with pytest.raises(TypeError, match="Double"):
         ops.rms_norm(x.double(), torch.ones(16).double(), 1e-5, 0.0, True)
     with pytest.raises(ValueError, match="weight must be"):
         ops.rms_norm(x, torch.ones(15), 1e-5, 0.0, True)
-    with pytest.raises(ValueError, match="even R"):
+    with pytest.raises(ValueError, match="R even"):
         ops.rotary_(torch.zeros(3, 2, 16), torch.zeros(3, 18), torch.zeros(3, 18))
     with pytest.raises(ValueError, match="sin must be like cos"):
         ops.rotary_(torch.zeros(3, 2, 16), torch.zeros(3, 8), torch.zeros(3, 6))
