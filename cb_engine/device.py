@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -35,6 +36,14 @@ def release_idle_workers() -> None:
     library = _libgomp()
     if library is not None:
         library.omp_pause_resource_all(1)  # omp_pause_soft: nothing but idle resources
+
+
+def release_host_memory() -> None:
+    """Gives freed memory back to the system; glibc may keep it, scattered, and take more for the next large tensors."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 @cache

@@ -21,7 +21,7 @@ from torch import nn
 
 from cb_engine.attention.selection import select_backend
 from cb_engine.config import EngineConfig, ResolvedConfig, resolve_config, translate_config
-from cb_engine.device import device_defaults
+from cb_engine.device import device_defaults, release_host_memory
 from cb_engine.errors import EngineError, ModelChangedError, QueueFullError
 from cb_engine.hints import WorkloadHints, normalize_hints
 from cb_engine.intake import Intake, RequestOptions
@@ -31,7 +31,7 @@ from cb_engine.output_processor import OutputProcessor
 from cb_engine.outputs import GenerationOutput
 from cb_engine.request import Request
 from cb_engine.runner.forward import Coverage
-from cb_engine.runner.fusion import Fusion, fuse_shadow
+from cb_engine.runner.fusion import Fusion, fused_shadow
 from cb_engine.runner.kv_layout import group_layers, size_groups
 from cb_engine.runner.model_runner import ModelRunner, StepFailedError
 from cb_engine.runner.probe import profile_model, run_probe
@@ -297,8 +297,8 @@ class Engine:
     def sync_weights(self) -> bool:
         """Compares the model with what the engine was built on, and takes over what has changed.
 
-        Torch's version counters show every write to a parameter but those through `.data`; tell `weights_changed`
-        of such.
+        Torch's version counters show most writes to a parameter; a look at some values of each shows what its fused
+        optimizers, and others that write through `.data`, have changed all over. Tell `weights_changed` of less.
 
         Returns:
             whether anything had changed.
@@ -323,18 +323,19 @@ class Engine:
     def weights_changed(self) -> None:
         """Starts a new weight version: packed copies are made anew, nothing cached so far is hit any more, running
         requests follow `running_on_weight_change`. On the engine thread only."""
+        self._fingerprint = fingerprint(self._model)
         self._start_weight_version(rebuild=False)
 
     def _start_weight_version(self, *, rebuild: bool) -> None:
         if rebuild or self._fusion.packed_bytes:
             self._runner.drop_shadow()  # the old packed copies go before the new ones are made
+            release_host_memory()
             self._runner.set_shadow(self._build_shadow())
         self._scheduler.change_weights(self.weight_version + 1, self.config.running_on_weight_change)
 
     def _build_shadow(self) -> nn.Module:
-        shadow = make_shadow(self._model)
-        self._fusion = fuse_shadow(
-            shadow,
+        shadow, self._fusion = fused_shadow(
+            lambda: make_shadow(self._model),
             lambda tree: run_probe(tree, self._profile),
             fuse=self.config.fuse_modules,
             pack=self.config.pack_weights,

@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import queue
 import threading
+import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from cb_engine.api.generation_config import GenerationSettings
 from cb_engine.api.manager import ContinuousBatchingManager, spread_params
 from cb_engine.config import EngineConfig, translate_config
 from cb_engine.engine import Engine
-from cb_engine.errors import EngineError
+from cb_engine.errors import EngineError, EngineStoppedError
 from cb_engine.hints import WorkloadHints, normalize_hints
 from cb_engine.intake import RequestOptions, naming_input, to_token_ids
 from cb_engine.outputs import GenerationOutput
@@ -42,7 +43,8 @@ class Attachment:
 
     tokenizer: Any | None = None
     persistent: ContinuousBatchingManager | None = field(default=None, repr=False)
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)  # guards `persistent`
+    managers: weakref.WeakSet[ContinuousBatchingManager] = field(default_factory=weakref.WeakSet, repr=False)
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)  # guards both
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
         return Attachment(self.tokenizer)
@@ -91,10 +93,14 @@ def detach(model: nn.Module) -> nn.Module:
 
 
 def weights_changed(model: nn.Module) -> None:
-    """Tells the model's persistent engine, if there is one, that weights were written in place through `.data`."""
-    persistent = _attachment(model).persistent
-    if persistent is not None:
-        persistent.weights_changed()
+    """Tells the model's managers, the persistent one and those in use, that weights were written in place in a way that
+    neither torch's version counters nor a look at some of the values shows."""
+    attachment = _attachment(model)
+    with attachment.lock:
+        managers = list(attachment.managers)
+    for manager in managers:
+        with suppress(EngineError, EngineStoppedError):  # it computes nothing any more
+            manager.weights_changed()
 
 
 def _attachment(model: nn.Module) -> Attachment:
@@ -165,6 +171,7 @@ def _manager(
                 eos_token_id=settings.eos_token_id,
             )
             manager = ContinuousBatchingManager(engine, settings, wished or translate_config(None))
+            attachment.managers.add(manager)
             if persistent and attachment.persistent is None:
                 attachment.persistent = manager
         if session:

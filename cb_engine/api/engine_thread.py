@@ -46,6 +46,7 @@ class EngineThread:
         self._running = False  # from start() until the thread has decided to end
         self._stopping = False
         self._parked = False
+        self._has_waited = True  # the engine has stood still since its last step
         self._pausers: list[threading.Thread] = []
         self._calls: list[Future[Any]] = []  # calls that wait for the engine thread
         self._failure: BaseException | None = None
@@ -80,7 +81,7 @@ class EngineThread:
             if self._running:
                 return  # another caller was quicker
             release_idle_workers()
-            self._running = True
+            self._running = self._has_waited = True
             self._stopping = False
             self._thread = threading.Thread(target=self._run, name="cb_engine", daemon=True)
             self._thread.start()
@@ -183,6 +184,9 @@ class EngineThread:
         failure: EngineError | None = None
         try:
             while self._wait_for_turn():
+                if self._has_waited:  # weights may have been written meanwhile
+                    self._has_waited = False
+                    self._engine.sync_weights()
                 self._deliver(self._engine.step())
         except BaseException as error:
             logger.exception("the engine failed")
@@ -198,7 +202,7 @@ class EngineThread:
         with self._state:
             while True:
                 if self._pausers:
-                    self._parked = True
+                    self._parked = self._has_waited = True
                     self._state.notify_all()
                     self._state.wait()
                     continue
@@ -208,6 +212,7 @@ class EngineThread:
                 if self._stopping:
                     self._end(None)
                     return False
+                self._has_waited = True
                 self._state.wait()
 
     def _end(self, failure: EngineError | None) -> None:

@@ -142,14 +142,15 @@ def profile_model(model: nn.Module, shadow: nn.Module) -> ModelProfile:
     )
 
 
-def run_probe(shadow: nn.Module, profile: ModelProfile) -> None:
-    """Runs a shadow on other tokens, at positions from the first to the last that are defined."""
+def run_probe(shadow: nn.Module, profile: ModelProfile) -> torch.Tensor:
+    """The logits of a shadow for other tokens, at positions from the first to the last that are defined."""
     last = (profile.max_model_len or _FAR_POSITION) - 1
     device = profile.input_device
     tokens = torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0) % profile.vocab_size
     positions = torch.tensor([[0, min(1, last), last // 2, last]], device=device)
     with torch.no_grad():
-        shadow(input_ids=tokens, position_ids=positions, use_cache=False)
+        logits: torch.Tensor = shadow(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    return logits
 
 
 def _refuse_by_config(config: Any) -> None:

@@ -7,7 +7,7 @@ The user's model is read and never changed; its forward, backward and optimizer 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from cb_engine.attention.interface import ATTENTION_NAME
 from cb_engine.errors import UnsupportedModelError
 
 _PLAIN = (bool, int, float, str, type(None))
+_INTERNALS = frozenset(nn.Module().__dict__)  # what every module has: parameters, hooks, the train flag
+_SAMPLES = 64  # values of each tensor that a fingerprint holds
 
 
 def make_shadow(model: nn.Module) -> nn.Module:
@@ -76,27 +78,58 @@ def _offload_maps(module: nn.Module) -> Iterator[object]:
 @dataclass(frozen=True)
 class Fingerprint:
     """What a shadow was made from. Equal `tensors` mean the same values in the same storage, as far as torch's
-    version counters can tell; equal `structure` means the same modules with the same plain settings."""
+    version counters and `samples` can tell; equal `structure` means the same modules with the same code, hooks and
+    plain settings."""
 
     tensors: tuple[tuple[Any, ...], ...]
+    samples: tuple[bytes, ...]
     structure: tuple[tuple[Any, ...], ...]
 
 
 def fingerprint(model: nn.Module) -> Fingerprint:
-    """Reads the model's present state; costs a few milliseconds for some hundred modules."""
+    """Reads the model's present state; costs some milliseconds for some hundred modules."""
+    named = list(_named_tensors(model))
     tensors = tuple(
-        (name, id(t), t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype, t.device)
-        for name, t in _named_tensors(model)
+        (name, id(t), t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype, t.device) for name, t in named
     )
-    structure = tuple((name, type(module), _plain_settings(module)) for name, module in model.named_modules())
-    return Fingerprint(tensors, structure)
+    modules = list(model.named_modules())
+    structure = tuple(_structure_of(name, module) for name, module in modules)
+    configs = {id(config): config for _, module in modules if (config := module.__dict__.get("config")) is not None}
+    settings = tuple(_plain_settings(vars(config)) for config in configs.values() if hasattr(config, "__dict__"))
+    return Fingerprint(tensors, _samples([tensor for _, tensor in named]), (*structure, settings))
 
 
-def _plain_settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """A module's own settings, as far as they are plain values: an adapter switched on is one of them."""
+def _samples(tensors: Iterable[torch.Tensor]) -> tuple[bytes, ...]:
+    """Some values of every tensor. torch's fused optimizers, and writes through `.data`, do not move the version
+    counters; but they change so many values that some of these are among them."""
+    together: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor.device.type == "meta" or not tensor.is_contiguous() or tensor.is_quantized:
+                continue
+            flat = tensor.detach().view(-1)
+            step = max(1, flat.numel() // _SAMPLES)
+            together.setdefault((tensor.device, tensor.dtype), []).append(flat[step // 2 :: step][:_SAMPLES])
+        return tuple(
+            torch.cat(parts).contiguous().view(torch.uint8).cpu().numpy().tobytes() for parts in together.values()
+        )
+
+
+def _structure_of(name: str, module: nn.Module) -> tuple[Any, ...]:
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    loose = tuple(
+        (key, id(value), value._version)
+        for key, value in module.__dict__.items()
+        if isinstance(value, torch.Tensor) and not value.is_inference()
+    )
+    return name, type(module), type(module).forward, hooks, loose, _plain_settings(module.__dict__)
+
+
+def _plain_settings(attributes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The settings among a module's or a config's attributes: an adapter switched on is one of them."""
     settings: list[tuple[str, Any]] = []
-    for name, value in module.__dict__.items():
-        if name == "training" or name.startswith("_cb_engine"):
+    for name, value in attributes.items():
+        if name in _INTERNALS or name.startswith("_cb_engine"):
             continue
         if isinstance(value, _PLAIN):
             settings.append((name, value))

@@ -1,16 +1,18 @@
 """Replaces modules of a shadow tree by faster ones, and sees that nothing else changes.
 
 A module is replaced only if its program is known (`known.py`) and its stand-in gives the same result on a probe: the
-inputs that the module itself met in a forward of a few tokens, at positions near and far. What does not qualify stays
-as it is, so every model runs, and the common ones run fast.
+inputs that the module itself met in a forward of a few tokens, at positions near and far. In the end the whole tree
+has to give the same logits, or nothing is replaced. What does not qualify stays as it is, so every model runs, and the
+common ones run fast.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +23,17 @@ from cb_engine.attention.interface import bind
 from cb_engine.device import free_memory
 from cb_engine.runner.fusion.known import fused_attention, fused_layer, fused_mlp, fused_norm
 from cb_engine.runner.fusion.linear import has_native_kernels, is_plain, packed_linear
+from cb_engine.runner.fusion.programs import is_torch_untouched
 from cb_engine.runner.probe import PlainAttention
 
 logger = logging.getLogger(__name__)
 
 _KEEP_FREE = 3  # pack only if the copies leave this many times their size free
 
-# How far a stand-in may be from the module, relative to the largest value: a few roundings.
+# How far a stand-in may be from the module, relative to the largest value: a few roundings. And a tree from a tree,
+# where roundings add up over the layers; a module left out or wrongly read shows as far more.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+_TREE_TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.3}
 
 
 @dataclass
@@ -44,27 +49,42 @@ class Fusion:
     fused: Counter[str] = field(default_factory=Counter)
 
 
-def fuse_shadow(shadow: nn.Module, forward: Callable[[nn.Module], None], *, fuse: bool, pack: bool | None) -> Fusion:
-    """Replaces what can be replaced, in place.
+def fused_shadow(
+    make: Callable[[], nn.Module], forward: Callable[[nn.Module], torch.Tensor], *, fuse: bool, pack: bool | None
+) -> tuple[nn.Module, Fusion]:
+    """A shadow tree with as much replaced as can be.
 
     Args:
-        shadow: a shadow tree.
-        forward: runs a tree on a few tokens; a step is bound meanwhile.
+        make: a new shadow tree.
+        forward: the logits of a tree for a few tokens; a step is bound meanwhile.
         fuse: whether norms, MLPs, attention and layers may be replaced, where the native kernels can be had.
         pack: whether weights may be packed: no, yes, or None for "if memory allows". Without, only norms are fused.
     """
+    shadow = make()
     linears = {module for module in shadow.modules() if is_plain(module)}
     size = sum(linear.weight.nbytes for linear in linears)
     if pack is None:
         pack = size * _KEEP_FREE <= free_memory(torch.device("cpu"))
-    native = bool(linears) and has_native_kernels()
+    if not linears or not (fuse or pack) or not is_torch_untouched():
+        return shadow, Fusion()
+    native = has_native_kernels()
+    try:
+        expected, calls, params = _probe(shadow, forward)
+    except Exception:  # a hook of the user's that expects other tokens, for example
+        logger.warning("nothing is fused: the model does not run on the probe's tokens", exc_info=True)
+        return shadow, Fusion()
     fusion = Fusion()
     if fuse and native:
-        _fuse_modules(shadow, forward, pack, fusion)
+        fusion.fused = _fuse_modules(shadow, calls, params, pack)
+    del calls
     if pack:
         _pack_linears(shadow, native)
-        fusion.packed_bytes = size - sum(m.weight.nbytes for m in shadow.modules() if is_plain(m))
-    return fusion
+        fusion.packed_bytes = size - sum(m.weight.nbytes for m in {m for m in shadow.modules() if is_plain(m)})
+    reason = _difference(lambda: forward(shadow), expected, _TREE_TOLERANCE)
+    if reason is None:
+        return shadow, fusion
+    logger.warning("nothing is fused: as a whole, the fused model is not the same: %s", reason)
+    return make(), Fusion()
 
 
 def _pack_linears(shadow: nn.Module, native: bool) -> None:
@@ -79,8 +99,10 @@ def _pack_linears(shadow: nn.Module, native: bool) -> None:
             parent._modules[name] = packed[child] or child
 
 
-def _fuse_modules(shadow: nn.Module, forward: Callable[[nn.Module], None], pack: bool, fusion: Fusion) -> None:
-    calls, params = _probe(shadow, forward)
+def _fuse_modules(
+    shadow: nn.Module, calls: Mapping[nn.Module, _Call], params: Mapping[int, AttentionParams], pack: bool
+) -> Counter[str]:
+    """Replaces modules, and counts their stand-ins by class."""
     makers: list[Callable[[nn.Module], nn.Module | None]] = [fused_norm]
     if pack:
         makers += [fused_mlp, lambda module: fused_attention(module, params), fused_layer]
@@ -89,9 +111,8 @@ def _fuse_modules(shadow: nn.Module, forward: Callable[[nn.Module], None], pack:
         for name, child in list(parent.named_children()):
             if child not in chosen:
                 chosen[child] = _stand_in(child, makers, calls.get(child)) or child
-                fusion.fused[type(chosen[child]).__name__] += chosen[child] is not child
             parent._modules[name] = chosen[child]
-    fusion.fused = +fusion.fused  # without zeros
+    return Counter(type(new).__name__ for old, new in chosen.items() if new is not old)
 
 
 def _stand_in(
@@ -105,25 +126,27 @@ def _stand_in(
         if candidate is None:
             continue
         candidate.train(False)
-        reason = _difference(candidate, call)
+        reason = _difference(partial(candidate, *call.args, **call.kwargs), call.output, _TOLERANCE)
         if reason is None:
             return candidate
         logger.warning("%s is not replaced by its fused form: %s", type(module).__name__, reason)
     return None
 
 
-def _difference(candidate: nn.Module, call: _Call) -> str | None:
-    """What is wrong with a candidate's answer, or None."""
+def _difference(
+    compute: Callable[[], Any], expected: torch.Tensor, tolerance: Mapping[torch.dtype, float]
+) -> str | None:
+    """What is wrong with an answer, or None."""
     try:
-        with bind(PlainAttention()):
-            answer = _tensor_of(candidate(*call.args, **call.kwargs))
+        with torch.no_grad(), bind(PlainAttention()):
+            answer = _tensor_of(compute())
     except Exception as error:  # whatever it is, the module itself still works
         return f"{type(error).__name__}: {error}"
-    if answer is None or answer.shape != call.output.shape or answer.dtype != call.output.dtype:
+    if answer is None or answer.shape != expected.shape or answer.dtype != expected.dtype:
         return "its output has another form"
-    worst = (answer.float() - call.output.float()).abs().max().item()
-    largest = call.output.float().abs().max().item()
-    if not worst <= _TOLERANCE[answer.dtype] * largest:
+    worst = (answer.float() - expected.float()).abs().max().item()
+    largest = expected.float().abs().max().item()
+    if not worst <= tolerance.get(answer.dtype, 0.0) * largest:
         return f"its output differs by {worst:.2g}, the largest value being {largest:.2g}"
     return None
 
@@ -159,9 +182,9 @@ class _Recorder(PlainAttention):
 
 
 def _probe(
-    shadow: nn.Module, forward: Callable[[nn.Module], None]
-) -> tuple[dict[nn.Module, _Call], dict[int, AttentionParams]]:
-    """Runs the tree once and returns every module's call, and what attention was given."""
+    shadow: nn.Module, forward: Callable[[nn.Module], torch.Tensor]
+) -> tuple[torch.Tensor, dict[nn.Module, _Call], dict[int, AttentionParams]]:
+    """Runs the tree once and returns its logits, every module's call, and what attention was given."""
     calls: dict[nn.Module, _Call] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -173,11 +196,11 @@ def _probe(
     hooks = [module.register_forward_hook(note, with_kwargs=True) for module in shadow.modules()]
     try:
         with bind(recorder):
-            forward(shadow)
+            logits = forward(shadow)
     finally:
         for hook in hooks:
             hook.remove()
-    return calls, recorder.params
+    return logits, calls, recorder.params
 
 
 def _tensor_of(output: Any) -> torch.Tensor | None:

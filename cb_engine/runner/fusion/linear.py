@@ -10,6 +10,7 @@ oneDNN uses.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import TypeGuard
@@ -98,13 +99,18 @@ def pair_of(dtype: torch.dtype) -> int:
     return 2 if dtype is torch.bfloat16 else 1
 
 
-class NativeLinear(nn.Module):
-    """`nn.Linear` over a `NativeWeight`; `weight` stays the model's own parameter, for whoever reads it."""
+class _PackedLinear(nn.Linear):
+    """All that the plain layer had: `weight` stays the model's own parameter, for whoever reads it."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.__dict__.update(copy.copy(linear).__dict__)  # not nn.Linear's, which would make a weight
+
+
+class NativeLinear(_PackedLinear):
+    """`nn.Linear` over a `NativeWeight`."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
         self._native = NativeWeight([linear.weight], [linear.bias])
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -112,13 +118,11 @@ class NativeLinear(nn.Module):
         return self._native(inputs)
 
 
-class OneDnnLinear(nn.Module):
-    """The same over oneDNN's layout."""
+class OneDnnLinear(_PackedLinear):
+    """`nn.Linear` over oneDNN's layout."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        super().__init__(linear)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ONEDNN_ROWS)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -135,9 +139,10 @@ def has_native_kernels() -> bool:
 
 
 def is_plain(module: object) -> TypeGuard[nn.Linear]:
-    """Whether a module is a linear layer on the CPU that nobody has wrapped or looks into."""
+    """Whether a module is a linear layer on the CPU that nobody has wrapped or looks into, nor its weight."""
     return (
         type(module) is nn.Linear
+        and type(module.weight) in (nn.Parameter, torch.Tensor)
         and module.weight.device.type == "cpu"
         and module.weight.dtype in _DTYPES
         and is_untouched(module)

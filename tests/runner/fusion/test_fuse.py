@@ -11,10 +11,12 @@ import pytest
 import tiny
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
+from transformers.models.llama import modeling_llama
 
 from cb_engine import Engine, SamplingParams
 from cb_engine.native import build
-from cb_engine.runner.fusion import Fusion, fuse, fuse_shadow, known, linear
+from cb_engine.runner.fusion import Fusion, fuse, fused_shadow, known, linear
 from cb_engine.runner.fusion.linear import NativeLinear, OneDnnLinear
 from cb_engine.runner.fusion.modules import FusedNorm
 from cb_engine.runner.probe import profile_model, run_probe
@@ -49,9 +51,8 @@ PARTS: dict[str, dict[str, int]] = {
 def fused(model: Any, **options: Any) -> tuple[nn.Module, Fusion]:
     """A fused shadow of a model."""
     profile = profile_model(model, make_shadow(model))
-    shadow = make_shadow(model)
     settings = {"fuse": True, "pack": True, **options}
-    return shadow, fuse_shadow(shadow, lambda tree: run_probe(tree, profile), **settings)
+    return fused_shadow(lambda: make_shadow(model), lambda tree: run_probe(tree, profile), **settings)
 
 
 @pytest.fixture
@@ -126,6 +127,121 @@ def test_a_stand_in_that_gives_something_else_is_not_taken(
     assert fusion.fused == {"FusedAttention": LAYERS, "FusedDecoderLayer": LAYERS}
     assert "LlamaRMSNorm is not replaced by its fused form: its output differs by" in caplog.text
     assert "LlamaMLP is not replaced by its fused form: TypeError" in caplog.text
+
+
+class Rowwise(nn.Module):
+    """Feeds a linear layer with rows that do not lie one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+        self.linear.scale = 0.5  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, dim = x.shape
+        layer: object = self.linear
+        if not isinstance(layer, nn.Linear):
+            return x
+        out = layer(x.view(batch, tokens, 4, 8).transpose(1, 2)) * self.linear.scale
+        return out.transpose(1, 2).reshape(batch, tokens, dim)
+
+
+class Scaled(torch.Tensor):
+    """A weight that is multiplied by three wherever it is used: quantised weights are made this way."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        return 3 * out if func is torch.nn.functional.linear else out
+
+
+class Halved(modeling_llama.LlamaMLP):
+    def __call__(self, x: torch.Tensor) -> Any:
+        return 0.5 * super().__call__(x)
+
+
+class Peeking(LlamaForCausalLM):
+    """A model that looks into its layers."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * (1 + self.model.layers[0].mlp.gate_proj.weight.std())
+        return output
+
+
+def unusual_rows(model: Any) -> None:
+    torch.manual_seed(0)
+    model.model.layers[0].mlp = Rowwise()
+
+
+def subclassed_weight(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().as_subclass(Scaled), requires_grad=False)
+
+
+def subclassed_call(model: Any) -> None:
+    model.model.layers[0].mlp.__class__ = Halved
+
+
+def peeking_model(model: Any) -> None:
+    model.__class__ = Peeking
+
+
+def function_for_an_activation(model: Any) -> None:
+    for layer in model.model.layers:
+        del layer.mlp.act_fn
+        layer.mlp.act_fn = torch.nn.functional.silu
+
+
+@pytest.mark.parametrize(
+    "change", [unusual_rows, subclassed_weight, subclassed_call, peeking_model, function_for_an_activation]
+)
+def test_unusual_models_are_computed_as_they_are(model: Any, change: Callable[[Any], None]) -> None:
+    change(model)
+    prompt = tiny.make_prompts((30,))[0]
+    found, plain = (
+        logits_of(Engine(model, config={"pack_weights": on, "fuse_modules": on}), prompt) for on in (True, False)
+    )
+    assert found == pytest.approx(plain, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["hook", "linear", "known class"])
+def test_what_is_patched_for_all_modules_is_left_alone(model: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = None
+    if kind == "hook":
+        handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    elif kind == "linear":
+        before = nn.Linear.forward
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: before(self, x))
+    else:
+        known_forward = modeling_llama.LlamaMLP.forward
+        monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: known_forward(self, x))
+    try:
+        _, fusion = fused(model)
+    finally:
+        if handle is not None:
+            handle.remove()
+    if kind == "known class":
+        assert "FusedMLP" not in fusion.fused
+    else:
+        assert fusion == Fusion()
+
+
+def test_a_model_that_refuses_the_probe_is_served_unfused(model: Any) -> None:
+    def check(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if (args[0] == 2).any():
+            raise RuntimeError("no twos")
+
+    model.model.embed_tokens.register_forward_pre_hook(check)
+    _, fusion = fused(model)
+    assert fusion == Fusion()
+
+
+@needs_kernels
+def test_having_asked_for_hidden_states_once_does_not_cost_fusion(model: Any) -> None:
+    before = fused(model)[1]
+    model(torch.tensor([[1, 2]]), output_hidden_states=True, output_attentions=True)
+    assert model.model.layers[0]._forward_hooks, "transformers leaves its hooks there"
+    assert fused(model)[1] == before
 
 
 # ---- oneDNN, where the native kernels are not wanted ---------------------------------------------------------------

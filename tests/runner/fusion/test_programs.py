@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
@@ -14,6 +16,8 @@ from transformers.models.mistral.modeling_mistral import MistralMLP
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from cb_engine.runner.fusion.programs import calls_program_of, runs_program_of, same_program
+
+_CONFIG = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_key_value_heads=1)
 
 
 class Same(nn.Module):
@@ -42,6 +46,20 @@ class Other(Same):
         variance = hidden_states.pow(3).mean(-1, keepdim=True)
         hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
         return self.weight * hidden_states.to(input_dtype)
+
+
+def test_a_helper_that_a_function_calls_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = modeling_llama.LlamaAttention(_CONFIG, 0)
+    rotation = modeling_llama.apply_rotary_pos_emb
+    assert calls_program_of(llama, "apply_rotary_pos_emb", rotation)
+    monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: x)
+    assert not calls_program_of(llama, "apply_rotary_pos_emb", rotation)
+
+
+def test_a_known_class_that_was_patched_is_not_known() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LlamaMLP, "forward", lambda self, x: x)
+        assert not runs_program_of(LlamaMLP(_CONFIG), [LlamaMLP])
 
 
 def test_names_and_places_do_not_matter_and_text_does() -> None:
@@ -79,12 +97,11 @@ def test_hooks_and_replaced_forwards_count() -> None:
 
 
 def test_what_a_forward_calls_is_known_by_its_text_too() -> None:
-    from transformers import CohereConfig, LlamaConfig
+    from transformers import CohereConfig
     from transformers.models.cohere.modeling_cohere import CohereAttention
 
-    sizes: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
-    llama = modeling_llama.LlamaAttention(LlamaConfig(**sizes), 0)
-    cohere = CohereAttention(CohereConfig(**sizes), 0)
+    llama = modeling_llama.LlamaAttention(_CONFIG, 0)
+    cohere = CohereAttention(CohereConfig(hidden_size=8, num_attention_heads=2, num_key_value_heads=1), 0)
     rotation = modeling_llama.apply_rotary_pos_emb
     assert calls_program_of(llama, "apply_rotary_pos_emb", rotation)
     assert not calls_program_of(cohere, "apply_rotary_pos_emb", rotation), "it rotates neighbours, not halves"
