@@ -33,6 +33,7 @@ class NativeBackend(AttentionBackend):
             raise RuntimeError(
                 "the native attention kernel could not be built; see the warning, or use another backend"
             )
+        self._attention = torch.ops.cb_engine.paged_attention.default
 
     @staticmethod
     def is_available() -> bool:
@@ -60,7 +61,7 @@ class NativeBackend(AttentionBackend):
         params: AttentionParams,
     ) -> torch.Tensor:
         """See `AttentionBackend.run`."""
-        output: torch.Tensor = torch.ops.cb_engine.paged_attention(
+        output: torch.Tensor = self._attention(
             query,
             key,
             value,

@@ -168,8 +168,9 @@ void rotary_(const at::Tensor& heads, const at::Tensor& cos, const at::Tensor& s
   const DenseKernels& kernels = dense_kernels(heads);
   check_like(heads, "heads", heads);
   check_like(cos, "cos", heads);
-  TORCH_CHECK_VALUE(heads.dim() == 3 && cos.dim() == 2 && cos.size(0) == heads.size(0) && cos.is_contiguous() &&
-                        cos.size(1) % 2 == 0 && cos.size(1) <= heads.size(2) && heads.stride(2) == 1,
+  const int64_t rotary_dim = cos.size(-1);
+  TORCH_CHECK_VALUE(heads.dim() == 3 && cos.numel() == heads.size(0) * rotary_dim && cos.is_contiguous() &&
+                        rotary_dim % 2 == 0 && rotary_dim <= heads.size(2) && heads.stride(2) == 1,
                     "heads must be [T, H, D], contiguous along D, and cos a contiguous [T, R], R even and at most D");
   TORCH_CHECK_VALUE(sin.sizes() == cos.sizes() && sin.is_contiguous() && sin.scalar_type() == cos.scalar_type(),
                     "sin must be like cos");
@@ -181,7 +182,7 @@ void rotary_(const at::Tensor& heads, const at::Tensor& cos, const at::Tensor& s
   job.token_stride = heads.stride(0);
   job.head_stride = heads.stride(1);
   job.num_heads = heads.size(1);
-  job.rotary_dim = cos.size(1);
+  job.rotary_dim = rotary_dim;
   const int64_t per_token = job.num_heads * job.rotary_dim;
   at::parallel_for(0, heads.size(0), std::max<int64_t>(1, kElementsPerThread / per_token),
                    [&](int64_t begin, int64_t end) { kernels.rotary(job, begin, end); });

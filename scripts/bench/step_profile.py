@@ -48,6 +48,19 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
+class _Work:
+    """One request's part of a step, as it was before the step."""
+
+    start: int
+    num_tokens: int
+    samples: bool
+
+    @classmethod
+    def of(cls, item: Any) -> _Work:
+        return cls(item.start, item.num_tokens, item.samples)
+
+
+@dataclass(frozen=True)
 class _Costs:
     """What a step has to compute and read at least."""
 
@@ -57,13 +70,13 @@ class _Costs:
     kv_bytes_per_token: int
     attention_flops_per_pair: int
 
-    def of(self, scheduled: Iterable[Any]) -> tuple[float, float]:
+    def of(self, scheduled: Iterable[_Work]) -> tuple[float, float]:
         """Operations and bytes of one step."""
         rows = logits = pairs = keys = 0
         for item in scheduled:
             rows += item.num_tokens
             logits += item.samples
-            keys += item.end
+            keys += item.start + item.num_tokens
             pairs += item.num_tokens * item.start + item.num_tokens * (item.num_tokens + 1) // 2
         flops = 2 * (rows * self.layer_parameters + logits * self.head_parameters)
         weights = (self.layer_parameters + self.head_parameters * (logits > 0)) * self.itemsize
@@ -132,7 +145,7 @@ class StepSpy:
     """Sees the plan of the next step, and how long everything around its execution takes."""
 
     def __init__(self, engine: cb_engine.Engine) -> None:
-        self.scheduled: Sequence[Any] = ()
+        self.scheduled: Sequence[_Work] = ()
         self.is_decode = False
         self.scheduling_seconds = 0.0
         runner = engine._runner
@@ -140,10 +153,9 @@ class StepSpy:
 
         def watched(plan: Any) -> Any:
             before = time.perf_counter() - start
-            output = execute(runner, plan)
-            self.scheduled, self.is_decode = plan.scheduled, plan.is_decode
+            self.scheduled, self.is_decode = [_Work.of(item) for item in plan.scheduled], plan.is_decode
             self.scheduling_seconds = before
-            return output
+            return execute(runner, plan)
 
         runner.execute = watched  # type: ignore[method-assign]
 

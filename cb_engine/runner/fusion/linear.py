@@ -50,6 +50,7 @@ class NativeWeight:
     def __init__(
         self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], *, gated: bool = False
     ) -> None:
+        self._linear = torch.ops.cb_engine.linear.default
         join = _take_turns if gated else torch.cat
         self.columns = sum(map(len, weights))
         self.packed = _pack(join([weight.detach() for weight in weights]))
@@ -70,9 +71,7 @@ class NativeWeight:
         Args:
             residual: [..., columns], for `Epilogue.ADD`.
         """
-        out: torch.Tensor = torch.ops.cb_engine.linear(
-            inputs, self.packed, self.columns, self.bias, residual, int(epilogue)
-        )
+        out: torch.Tensor = self._linear(inputs, self.packed, self.columns, self.bias, residual, epilogue)
         return out
 
 

@@ -29,13 +29,12 @@ class FusedNorm(nn.Module):
     def __init__(self, weight: nn.Parameter, eps: float, *, offset: float, round_first: bool) -> None:
         super().__init__()
         self.weight = weight
-        self.eps, self.offset, self.round_first = eps, offset, round_first
+        self._norm = torch.ops.cb_engine.rms_norm.default
+        self._settings = (weight, eps, offset, round_first)  # at hand: a module's own parameters take a search
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., dim] to [..., dim]."""
-        out: torch.Tensor = torch.ops.cb_engine.rms_norm(
-            hidden_states, self.weight, self.eps, self.offset, self.round_first
-        )
+        out: torch.Tensor = self._norm(hidden_states, *self._settings)
         return out
 
 
@@ -80,6 +79,7 @@ class FusedAttention(nn.Module):
         rotates: bool,
     ) -> None:
         super().__init__()
+        self._rotary = torch.ops.cb_engine.rotary_.default
         self._qkv, self._out, self._params = qkv, out, params
         self.layer_idx, self._head_dim, self._heads = layer_idx, head_dim, list(heads)
         self.q_norm, self.k_norm = q_norm, k_norm
@@ -111,13 +111,13 @@ class FusedAttention(nn.Module):
     ) -> torch.Tensor:
         """Heads side by side, [1, T, heads * head_dim]."""
         qkv = self._qkv(hidden_states).view(hidden_states.shape[1], -1, self._head_dim)
-        query, key, value = torch.split(qkv, self._heads, dim=1)
+        query, key, value = torch.split_with_sizes(qkv, self._heads, dim=1)
+        rotated: tuple[torch.Tensor, ...] = (qkv.narrow(1, 0, self._heads[0] + self._heads[1]),)
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+            rotated = query, key = self.q_norm(query), self.k_norm(key)
         if self._rotates and position_embeddings is not None:
-            cos, sin = position_embeddings
-            torch.ops.cb_engine.rotary_(query, cos[0], sin[0])
-            torch.ops.cb_engine.rotary_(key, cos[0], sin[0])
+            for heads in rotated:
+                self._rotary(heads, *position_embeddings)
         return attend(self.layer_idx, query, key, value, self._params).view(1, len(query), -1)
 
 

@@ -115,7 +115,7 @@ def test_a_stand_in_that_gives_something_else_is_not_taken(
 ) -> None:
     def wrong(module: Any) -> FusedNorm | None:
         found = known.fused_norm(module)
-        return found and FusedNorm(found.weight, found.eps, offset=0.5, round_first=True)
+        return found and FusedNorm(found.weight, 1e-5, offset=0.5, round_first=True)
 
     def broken(module: Any) -> Any:
         return None if known.fused_mlp(module) is None else nn.Bilinear(1, 1, 1)
