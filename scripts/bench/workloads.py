@@ -32,7 +32,7 @@ class Workload:
     Attributes:
         temperature, top_p: 0 and 1 mean greedy.
         n: samples of each prompt.
-        compile: run under `torch.compile` where the engine can.
+        compile: run under `torch.compile` where the engine can; None: where it is the engine's faster way.
         fast_decode: False sends decode steps through the engine's general path.
         pool_tokens: tokens the KV pool holds; None lets the engine size it.
     """
@@ -43,7 +43,7 @@ class Workload:
     temperature: float = 0.0
     top_p: float = 1.0
     n: int = 1
-    compile: bool = False
+    compile: bool | None = False
     fast_decode: bool = True
     pool_tokens: int | None = None
 
@@ -105,7 +105,7 @@ def build_workload(
     if label == "multi_return_seq":
         return Workload(label, random(50), max_new or 256, temperature=1.0, n=8)
     length = int(label.removeprefix("rollouts_"))
-    return Workload(label, random(32), max_new or length, compile=True)
+    return Workload(label, random(32), max_new or length, compile=None)
 
 
 def random_prompts(count: int, vocab_size: int, seed: int, length: int = _RANDOM_PROMPT_TOKENS) -> list[list[int]]:

@@ -43,7 +43,7 @@ def test_rows_that_padded_generate_does_not_have() -> None:
     assert "no block pool" in (engine.cannot(POOL) or "")
     assert "one path only" in (engine.cannot(Workload("gsm8k_no_fast_decode", PROMPTS, 6, fast_decode=False)) or "")
     assert engine.cannot(Workload("gsm8k_compile", PROMPTS, 6, compile=True)) is not None
-    assert engine.cannot(Workload("rollouts_1024", PROMPTS, 6, compile=True)) is None
+    assert engine.cannot(Workload("rollouts_1024", PROMPTS, 6, compile=None)) is None
 
 
 def test_engines_keep_the_given_order_and_are_known() -> None:

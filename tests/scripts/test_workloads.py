@@ -57,7 +57,7 @@ def test_what_each_label_changes() -> None:
     assert differs("gsm8k_sampling") == {"temperature": 0.6, "top_p": 0.9}
     assert differs("gsm8k_compile") == {"compile": True}
     assert differs("gsm8k_no_fast_decode") == {"fast_decode": False}
-    assert differs("rollouts_1024") == {"compile": True}
+    assert differs("rollouts_1024") == {"compile": None}
     assert differs("few_blocks") == {"pool_tokens": 4096}
     assert differs("multi_return_seq") == {"temperature": 1.0, "n": 8}
 
