@@ -49,7 +49,11 @@ class ModelProfile:
 
 
 class PlainAttention:
-    """Causal attention over the tokens of one forward, for probes: their tokens are fewer than any window."""
+    """Causal attention over the tokens of one forward, for probes: their tokens are fewer than any window. Notes what
+    each layer asks for."""
+
+    def __init__(self) -> None:
+        self.params: dict[int, AttentionParams] = {}  # by layer_idx
 
     def attend(
         self,
@@ -60,15 +64,17 @@ class PlainAttention:
         params: AttentionParams,
     ) -> torch.Tensor:
         """See `StepContext.attend`; soft-caps and sinks are left out."""
+        self.params[layer_idx] = params
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=params.scale, enable_gqa=True)
         return out[0].transpose(0, 1).contiguous()
 
 
 class _ProbeContext(PlainAttention):
-    """Takes notes."""
+    """Refuses what paged attention cannot do, and notes the rest."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.layers: dict[int, AttentionLayer] = {}
 
     def attend(

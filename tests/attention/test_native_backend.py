@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +18,6 @@ pytestmark = pytest.mark.skipif(not build.load(), reason="no C++ compiler here")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Largest error allowed, absolute, on values of order one. bfloat16 keeps 8 bits, weights and result are rounded to it.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-ISAS: list[int] = list(torch.ops.cb_engine.supported_isas()) if build.load() else []
-
-
-@pytest.fixture(params=ISAS, ids=lambda isa: ("portable", "avx2", "avx512", "avx512_bf16")[isa])
-def isa(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.ops.cb_engine.set_isa(request.param)
-    yield request.param
-    torch.ops.cb_engine.set_isa(before)
 
 
 @dataclass

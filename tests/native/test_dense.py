@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,16 +12,8 @@ from cb_engine.runner.fusion.linear import Epilogue, NativeWeight
 
 pytestmark = pytest.mark.skipif(not build.load(), reason="the native kernels cannot be built here")
 
-ISAS: list[int] = list(torch.ops.cb_engine.supported_isas()) if build.load() else []
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-
-
-@pytest.fixture(params=ISAS, ids=lambda isa: ("portable", "avx2", "avx512", "avx512_bf16")[isa])
-def isa(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.ops.cb_engine.set_isa(request.param)
-    yield request.param
-    torch.ops.cb_engine.set_isa(before)
 
 
 def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

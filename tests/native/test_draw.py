@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -11,16 +9,8 @@ from cb_engine.native import build
 
 pytestmark = pytest.mark.skipif(not build.load(), reason="the native kernels cannot be built here")
 
-ISAS: list[int] = list(torch.ops.cb_engine.supported_isas()) if build.load() else []
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INF = float("inf")
-
-
-@pytest.fixture(params=ISAS, ids=lambda isa: ("portable", "avx2", "avx512", "avx512_bf16")[isa])
-def isa(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.ops.cb_engine.set_isa(request.param)
-    yield request.param
-    torch.ops.cb_engine.set_isa(before)
 
 
 def draw(

@@ -163,24 +163,6 @@ class _Call:
     output: torch.Tensor
 
 
-class _Recorder(PlainAttention):
-    """Notes what each layer hands to the attention function."""
-
-    def __init__(self) -> None:
-        self.params: dict[int, AttentionParams] = {}
-
-    def attend(
-        self,
-        layer_idx: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        params: AttentionParams,
-    ) -> torch.Tensor:
-        self.params[layer_idx] = params
-        return super().attend(layer_idx, query, key, value, params)
-
-
 def _probe(
     shadow: nn.Module, forward: Callable[[nn.Module], torch.Tensor]
 ) -> tuple[torch.Tensor, dict[nn.Module, _Call], dict[int, AttentionParams]]:
@@ -192,15 +174,15 @@ def _probe(
         if tensor is not None:
             calls[module] = _Call(args, kwargs, tensor)
 
-    recorder = _Recorder()
+    attention = PlainAttention()
     hooks = [module.register_forward_hook(note, with_kwargs=True) for module in shadow.modules()]
     try:
-        with bind(recorder):
+        with bind(attention):
             logits = forward(shadow)
     finally:
         for hook in hooks:
             hook.remove()
-    return logits, calls, recorder.params
+    return logits, calls, attention.params
 
 
 def _tensor_of(output: Any) -> torch.Tensor | None:
