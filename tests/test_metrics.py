@@ -57,9 +57,10 @@ def make_scheduler(**limits: Any) -> tuple[Scheduler, BlockManager]:
 
 def test_a_snapshot_tells_what_was_done():
     scheduler, blocks = make_scheduler()
+    prompts = [[0, 1, 2, 3, 4], [9, 8, 7, 6, 5], [0, 1, 2, 3, 40]]
     for arrival in range(3):
         scheduler.add(
-            Request(f"r{arrival}", list(range(5)), SamplingParams(), max_tokens=2 - arrival % 2, arrival=arrival)
+            Request(f"r{arrival}", prompts[arrival], SamplingParams(), max_tokens=2 - arrival % 2, arrival=arrival)
         )
     before = take_stats(scheduler, blocks, StepClock())
     assert (before.num_running, before.num_waiting, before.prompt_tokens) == (0, 3, 15)
@@ -68,9 +69,9 @@ def test_a_snapshot_tells_what_was_done():
     plan = scheduler.schedule()
     scheduler.update_from_output(plan, ModelOutput({f"r{i}": SampledToken(7) for i in range(2)}))
     stats = take_stats(scheduler, blocks, StepClock())
-    # r0 goes on with 2 blocks in each group; r1 has ended, its twin of r0's first block was not cached.
+    # r0 goes on with 2 blocks in each group; r1 has ended and left its first block behind.
     assert (stats.num_running, stats.num_waiting) == (1, 1)
-    assert (stats.live_blocks, stats.cached_blocks, stats.free_blocks) == (4, 0, 8)
+    assert (stats.live_blocks, stats.cached_blocks, stats.free_blocks) == (4, 2, 6)
     assert (stats.generated_tokens, stats.prefix_hit_tokens, stats.num_preemptions) == (2, 0, 0)
 
     plan = scheduler.schedule()  # r0's last token, and r2, which hits r0's first block

@@ -28,6 +28,16 @@ class Block:
     token_ids: tuple[int, ...] = ()
 
 
+def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences have in common from their start."""
+    length, limit, step = 0, min(len(a), len(b)), 256
+    while length < limit and a[length : length + step] == b[length : length + step]:  # at the speed of C
+        length += step
+    while length < limit and a[length] == b[length]:
+        length += 1
+    return min(length, limit)
+
+
 def root_hash(weight_version: int, cache_salt: str | None) -> bytes:
     """The parent of a sequence's first block: everything but tokens that its KV depends on."""
     return blake2b(repr((weight_version, cache_salt)).encode(), digest_size=16).digest()

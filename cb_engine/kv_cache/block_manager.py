@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from cb_engine.kv_cache.block import NULL_BLOCK_ID, hash_block, root_hash
+from cb_engine.kv_cache.block import NULL_BLOCK_ID, common_prefix_length, hash_block, root_hash
 from cb_engine.kv_cache.block_pool import BlockPool
 from cb_engine.request import Request
 
@@ -35,10 +35,18 @@ class KVGroup:
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Blocks that already hold a request's first `num_tokens` tokens; one table per group."""
+    """Blocks that already hold a request's first `num_tokens` tokens; one table per group.
+
+    The last block may hold other tokens behind them. It is copied before the request writes there.
+    """
 
     num_tokens: int
     tables: tuple[tuple[int, ...], ...]
+
+    def whole_blocks(self, block_size: int) -> SharedPrefix | None:
+        """As much of it as needs no copy."""
+        length = self.num_tokens // block_size
+        return SharedPrefix(length * block_size, tuple(t[:length] for t in self.tables)) if length else None
 
 
 @dataclass(frozen=True)
@@ -146,6 +154,7 @@ class BlockManager:
             needed = total - len(table) + revived
             if group.window is not None:
                 needed = min(needed, self._window_blocks(group.window, min(num_tokens, chunk)))
+            needed += shared is not None and shared.num_tokens % self.block_size > 0  # the copy
             room = group.pool.num_available - needed
             # A pool smaller than the reserve must still admit somebody when it is idle.
             if room < 0 or (room < reserve and group.pool.num_live > 0):
@@ -155,8 +164,9 @@ class BlockManager:
     # ---- prefixes --------------------------------------------------------------------------------------------
 
     def match_prefix(self, request: Request) -> SharedPrefix | None:
-        """The longest cached prefix of the request, in whole blocks, that leaves at least one token to compute.
+        """The longest cached prefix of the request that leaves at least one token to compute.
 
+        Whole blocks, then part of one more: a block that begins like the rest of the request and goes on otherwise.
         A window group needs only the blocks that the window at the end of the prefix still sees.
         """
         if not self._enable_prefix_caching or request.sampling_params.prompt_logprobs is not None:
@@ -171,10 +181,29 @@ class BlockManager:
                 length = next((i for i in range(length) if ids[i] is None), length)
         while length and not all(self._covers(g, f, length) for g, f in zip(self._groups, found, strict=True)):
             length -= 1
-        if not length:
+        part, num_equal = self._find_part(request, length)
+        if not length and not part:
             return None
-        tables = tuple(self._prefix_table(g, f, length) for g, f in zip(self._groups, found, strict=True))
-        return SharedPrefix(length * self.block_size, tables)
+        tables = tuple(
+            self._prefix_table(g, f, length) + part[i : i + 1]
+            for i, (g, f) in enumerate(zip(self._groups, found, strict=True))
+        )
+        return SharedPrefix(length * self.block_size + num_equal, tables)
+
+    def reusable(self, num_equal_tokens: int) -> int:
+        """How many of a prefix's tokens a hit would spare. Part of a block must be half of it to be worth a copy."""
+        part = num_equal_tokens % self.block_size
+        return num_equal_tokens if 2 * part >= self.block_size else num_equal_tokens - part
+
+    def will_spare(self, request: Request, leader: Request) -> int:
+        """How many of the request's first tokens can be had from `leader`, once it has computed what it has now."""
+        if not self._enable_prefix_caching or request.sampling_params.prompt_logprobs is not None:
+            return 0
+        if not self._is_cacheable(leader) or self._root(leader) != self._root(request):
+            return 0
+        num_cached = leader.num_tokens // self.block_size * self.block_size  # full blocks only
+        num_equal = common_prefix_length(leader.token_ids, request.token_ids)
+        return self.reusable(min(num_equal, num_cached, request.num_tokens - 1))
 
     def fork(self, source: Request, num_tokens: int) -> SharedPrefix | None:
         """The source's blocks that hold its first `num_tokens` tokens, for a sibling with the same ones.
@@ -323,14 +352,14 @@ class BlockManager:
         table.extend(new)
 
     def _must_copy(self, group: _Group, table: Sequence[int], start: int, shared: bool) -> bool:
-        """Whether the token at `start` would be written into a block that somebody else holds too.
+        """Whether the token at `start` would be written into a block that somebody else holds too, or may yet hit.
 
         `shared` tells that the table's own reference is still to come.
         """
         block = start // self.block_size
         if start % self.block_size == 0 or block >= len(table):
             return False
-        return group.pool.ref_count(table[block]) + shared > 1
+        return group.pool.ref_count(table[block]) + shared > 1 or group.pool.is_findable(table[block])
 
     def _release_passed(self, holding: _Holding, start: int) -> None:
         """Gives back the blocks that no query from `start` on can see."""
@@ -367,6 +396,25 @@ class BlockManager:
                 break
             parent = request.block_hashes[i]
         return found + [None] * (length - len(found))
+
+    def _find_part(self, request: Request, length: int) -> tuple[tuple[int, ...], int]:
+        """A block in every group that begins like the request after its first `length` blocks.
+
+        Returns:
+            (block ids, number of equal tokens), or ((), 0) where there is none worth a copy.
+        """
+        parent = request.block_hashes[length - 1] if length else self._root(request)
+        start = length * self.block_size
+        tokens = request.token_ids[start : min(start + self.block_size, request.num_tokens - 1)]
+        block, num_equal = self._groups[0].pool.find_longest(parent, tokens)
+        if block is None or block.block_hash is None or self.reusable(num_equal) == 0:
+            return (), 0
+        ids = tuple(g.pool.find(block.block_hash, parent, block.token_ids) for g in self._groups)
+        return ((), 0) if None in ids else (tuple(i for i in ids if i is not None), num_equal)
+
+    def _is_cacheable(self, request: Request) -> bool:
+        holding = self._holdings.get(request.request_id)
+        return holding is not None and holding.cacheable
 
     def _covers(self, group: _Group, found: Sequence[int | None], length: int) -> bool:
         first = group.first_needed_block(length * self.block_size, self.block_size)

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
-from cb_engine.kv_cache.block import NULL_BLOCK_ID, Block
+from cb_engine.kv_cache.block import NULL_BLOCK_ID, Block, common_prefix_length
+
+_MAX_COMPARED = 16  # continuations of one prefix that `find_longest` looks at: bounds what a look-up costs
 
 
 class BlockPool:
@@ -28,6 +31,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, NULL_BLOCK_ID, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # evictable ids, least recently used first
         self._by_hash: dict[bytes, Block] = {}
+        self._by_parent: dict[bytes, dict[int, Block]] = {}  # findable blocks by parent and id, the latest last
 
     @property
     def num_usable(self) -> int:
@@ -56,6 +60,10 @@ class BlockPool:
     def is_evictable(self, block_id: int) -> bool:
         """Whether the block is cached and unheld, so that a hit on it takes one from `num_available`."""
         return block_id in self._cached
+
+    def is_findable(self, block_id: int) -> bool:
+        """Whether a prefix can hit the block, so that its content must stay as it is."""
+        return self._blocks[block_id].block_hash is not None
 
     def allocate(self, count: int) -> list[int]:
         """Hands out `count` blocks with one reference each, evicting cached ones when the free ones run out.
@@ -103,6 +111,7 @@ class BlockPool:
             return
         block.block_hash, block.parent_hash, block.token_ids = block_hash, parent_hash, tuple(token_ids)
         self._by_hash[block_hash] = block
+        self._by_parent.setdefault(parent_hash, {})[block_id] = block
 
     def find(self, block_hash: bytes, parent_hash: bytes, token_ids: Sequence[int]) -> int | None:
         """The block holding exactly these tokens after exactly this prefix, or None. A hash alone proves nothing."""
@@ -110,6 +119,19 @@ class BlockPool:
         if block is None or block.parent_hash != parent_hash or block.token_ids != tuple(token_ids):
             return None
         return block.block_id
+
+    def find_longest(self, parent_hash: bytes, token_ids: Sequence[int]) -> tuple[Block | None, int]:
+        """Of the latest blocks after exactly this prefix the one that begins with most of `token_ids`.
+
+        Returns:
+            the block, and how many of its first tokens are equal; (None, 0) if there is none.
+        """
+        best, most = None, 0
+        for block in islice(reversed(self._by_parent.get(parent_hash, {}).values()), _MAX_COMPARED):
+            equal = common_prefix_length(block.token_ids, token_ids)
+            if equal > most:
+                best, most = block, equal
+        return best, most
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Makes held blocks unfindable; whoever holds them goes on."""
@@ -143,6 +165,9 @@ class BlockPool:
                 )
             if block.block_hash is not None and self._by_hash.get(block.block_hash) is not block:
                 raise RuntimeError(f"block {block.block_id} has a hash that the index does not know")
+        by_parent = {b.block_id: b for siblings in self._by_parent.values() for b in siblings.values()}
+        if by_parent != {b.block_id: b for b in self._by_hash.values()}:
+            raise RuntimeError("the index by parent and the index by hash differ")
 
     def _evict(self) -> int:
         block_id, _ = self._cached.popitem(last=False)
@@ -150,6 +175,10 @@ class BlockPool:
         return block_id
 
     def _forget(self, block: Block) -> None:
-        if block.block_hash is not None:
+        if block.block_hash is not None and block.parent_hash is not None:
             del self._by_hash[block.block_hash]
+            siblings = self._by_parent[block.parent_hash]
+            del siblings[block.block_id]
+            if not siblings:
+                del self._by_parent[block.parent_hash]
         block.block_hash, block.parent_hash, block.token_ids = None, None, ()

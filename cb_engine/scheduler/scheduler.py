@@ -19,6 +19,8 @@ from cb_engine.request import ForkGroup, Request, Status
 from cb_engine.scheduler.output import ModelOutput, SampledToken, ScheduledRequest, SchedulerOutput
 from cb_engine.scheduler.queue import WaitingQueue
 
+_WORTH_A_STEP = 8  # a prompt waits a step for another's blocks if that spares it one token in so many
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -235,8 +237,10 @@ class Scheduler:
         reserve = len(self._running)
         sources: dict[ForkGroup, Request | None] = {}  # looked up once a step: a group may have thousands of members
         under_way: set[ForkGroup] = set()
+        leaders = [r for r in self._running if r.num_remaining_tokens > 1]
+        num_followers = 0
         for request in self._waiting:
-            if draft.budget <= 0 or len(self._running) >= self.config.max_num_seqs:
+            if draft.budget <= 0 or len(self._running) + num_followers >= self.config.max_num_seqs:
                 break
             group = request.fork_group
             if group is not None and group not in sources:
@@ -246,12 +250,27 @@ class Scheduler:
             if group in under_way:
                 continue  # a sibling is computing this very prompt
             source = sources[group] if group is not None else None
-            num_tokens = self._admit(request, source, draft.budget, reserve)
+            shared = self._shared_prefix(request, source)
+            if source is None and self._had_better_follow(request, shared, leaders):
+                num_followers += 1
+                continue
+            num_tokens = self._admit(request, shared, draft.budget, reserve)
             if num_tokens == 0:
                 break  # whoever is first in line goes first: no overtaking by smaller requests
             if group is not None and source is None:
                 under_way.add(group)
+            leaders.append(request)
             draft.add(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
+
+    def _had_better_follow(self, request: Request, shared: SharedPrefix | None, leaders: Sequence[Request]) -> bool:
+        """Whether a prompt under way begins like this one, so that waiting for its blocks spares computing them again.
+
+        Who is first in line has nobody before it who is new, so nobody waits for ever: `leaders` are requests that
+        went before this one.
+        """
+        known = shared.num_tokens if shared else 0
+        worth = max(1, (request.num_tokens - known) // _WORTH_A_STEP)
+        return any(self._blocks.will_spare(request, leader) - known >= worth for leader in leaders)
 
     def _chunk(self, request: Request, num_computed_tokens: int, budget: int) -> int:
         """Tokens that a request may compute in this step.
@@ -265,19 +284,24 @@ class Scheduler:
             limit = min(limit, before_last)
         return min(limit, budget, self.config.max_prefill_chunk)
 
-    def _admit(self, request: Request, source: Request | None, budget: int, reserve: int) -> int:
+    def _admit(self, request: Request, shared: SharedPrefix | None, budget: int, reserve: int) -> int:
         """Starts a waiting request; returns the tokens it computes in this step, 0 if it has to wait.
 
         It must fit whole, not only with its first chunk, and every running request must be able to grow by a
         block: otherwise its admission would be paid with a preemption a few steps later. A request that would be
         alone takes what there is, in smaller chunks if need be.
         """
-        shared = self._shared_prefix(request, source)
-        known = shared.num_tokens if shared else 0
-        remaining = request.num_tokens - known
         chunk = self.config.max_prefill_chunk
-        if self._running and not self._blocks.has_room_for(remaining, chunk, reserve, shared):
+
+        def fits(shared: SharedPrefix | None) -> bool:
+            known = shared.num_tokens if shared else 0
+            return self._blocks.has_room_for(request.num_tokens - known, chunk, reserve, shared)
+
+        if shared is not None and not fits(shared):
+            shared = shared.whole_blocks(self._blocks.block_size)  # a copy takes a block more
+        if self._running and not fits(shared):
             return 0
+        known = shared.num_tokens if shared else 0
         num_tokens = self._chunk(request, known, budget)
         while not self._blocks.allocate(request, num_tokens, shared):
             if self._running:

@@ -119,7 +119,8 @@ def _profile(model: Any, case: Case) -> dict[str, Kind]:
         steps = 0
         while engine.has_work:
             plan = StepSpy(engine)
-            sampled = profiled and (steps % max(1, case.max_new // _PROFILED_STEPS) == 0 or case.max_new == 1)
+            prefills = engine.stats().num_waiting > 0 or case.max_new == 1  # few, and no two alike: all are profiled
+            sampled = profiled and (prefills or steps % max(1, case.max_new // _PROFILED_STEPS) == 0)
             start = time.perf_counter()
             if sampled:
                 with profile(activities=[ProfilerActivity.CPU]) as trace:

@@ -252,8 +252,55 @@ def test_a_fully_cached_prompt_leaves_a_token_to_compute():
     leave_behind(manager, range(8))
     shared = manager.match_prefix(make_request(range(8)))
     assert shared is not None
-    assert shared.num_tokens == 4
-    assert manager.match_prefix(make_request(range(4))) is None
+    assert shared.num_tokens == 7
+    beginning = manager.match_prefix(make_request(range(4)))
+    assert beginning is not None
+    assert beginning.num_tokens == 3
+    assert manager.match_prefix(make_request(range(2))) is None  # one token is less than half a block
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 8), (8,)])
+def test_part_of_a_block_is_hit_and_copied_before_it_is_written(windows: tuple[int | None, ...]):
+    manager = make_manager(windows)
+    leave_behind(manager, range(12))
+    request = make_request([*range(6), 60, 70, 80])
+    shared = manager.match_prefix(request)
+    assert shared is not None
+    assert shared.num_tokens == 6
+    before = manager.num_cached_blocks
+    assert run(manager, request, 3, shared)
+    copies = manager.take_copies()
+    assert [(c.group, c.src, c.dst) for c in copies] == [
+        (i, shared.tables[i][1], table[1]) for i, table in enumerate(tables(manager, request))
+    ]
+    assert manager.num_cached_blocks == before - len(windows)  # the first block is held, the copied one is not
+    whole = manager.match_prefix(make_request(range(13)))
+    assert whole is not None
+    assert whole.num_tokens == 12
+
+
+def test_the_longest_part_is_hit():
+    manager = make_manager()
+    leave_behind(manager, [1, 2, 3, 4])
+    leave_behind(manager, [1, 2, 9, 9])
+    for tokens, expected in (([1, 2, 3, 8, 8], 3), ([1, 2, 9, 8, 8], 3), ([1, 2, 8, 8, 8], 2)):
+        shared = manager.match_prefix(make_request(tokens))
+        assert shared is not None
+        assert shared.num_tokens == expected
+    assert manager.match_prefix(make_request([1, 8, 8, 8, 8])) is None
+
+
+def test_a_part_must_be_there_in_every_group():
+    manager = make_manager((None, 4), blocks=(8, 2))
+    leave_behind(manager, range(12), chunk=4)  # the window's pool keeps the last two blocks only
+    assert manager.match_prefix(make_request([0, 1, 2, 50, 51])) is None
+    manager.check()
+
+
+def test_what_is_left_of_a_shared_prefix_without_copies():
+    assert SharedPrefix(6, ((3, 4),)).whole_blocks(BS) == SharedPrefix(4, ((3,),))
+    assert SharedPrefix(8, ((3, 4), (0, 4))).whole_blocks(BS) == SharedPrefix(8, ((3, 4), (0, 4)))
+    assert SharedPrefix(3, ((3,),)).whole_blocks(BS) is None
 
 
 def test_a_hit_shares_the_blocks_and_survives_the_end_of_its_first_holder():
@@ -526,7 +573,7 @@ def test_what_a_fork_computes_is_findable_under_its_own_tokens():
     assert found.num_tokens == 8
     other = manager.match_prefix(make_request([0, 1, 2, 3, 4, 5, 70, 72, 1]))
     assert other is not None
-    assert other.num_tokens == 4
+    assert other.num_tokens == 7
 
 
 # ---- the self-check ----------------------------------------------------------------------------------------------

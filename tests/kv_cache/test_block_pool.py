@@ -76,6 +76,34 @@ def test_a_block_with_content_becomes_cached_and_a_hit_revives_it():
     pool.check({})
 
 
+def test_the_block_that_begins_with_most_tokens_is_found_until_it_is_forgotten():
+    pool = BlockPool(5)
+    a, b, c = pool.allocate(3)
+    insert(pool, a, (1, 2, 3))
+    insert(pool, b, (1, 2, 4))
+    insert(pool, c, (1, 2, 3), parent=hash_block(ROOT, (1,)))
+    found, equal = pool.find_longest(ROOT, [1, 2, 3, 5])
+    assert (found and found.block_id, equal) == (a, 3)
+    found, equal = pool.find_longest(ROOT, [1, 2, 7])
+    assert (found and found.block_id, equal) == (b, 2)  # the latest of equals
+    assert pool.find_longest(ROOT, [7]) == (None, 0)
+    pool.check({a: 1, b: 1, c: 1})
+    pool.forget([b])
+    found, equal = pool.find_longest(ROOT, [1, 2, 4])
+    assert (found and found.block_id, equal) == (a, 2)
+    pool.drop_cache()
+    assert pool.find_longest(ROOT, [1, 2, 3]) == (None, 0)
+    pool.check({a: 1, b: 1, c: 1})
+
+
+def test_a_look_up_compares_a_limited_number_of_blocks():
+    pool = BlockPool(40)
+    for index, block in enumerate(pool.allocate(30)):
+        insert(pool, block, (1, index))
+    assert pool.find_longest(ROOT, [1, 0])[1] == 1  # the oldest is out of sight
+    assert pool.find_longest(ROOT, [1, 29])[1] == 2
+
+
 def test_free_blocks_are_taken_before_cached_ones_are_evicted():
     pool = BlockPool(4)
     a, b = pool.allocate(2)
