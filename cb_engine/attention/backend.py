@@ -123,6 +123,10 @@ class AttentionBackend(ABC):
             [T, num_heads, head_dim], contiguous, in the query's dtype. Rows of padding hold finite values.
         """
 
+    def kernel_inputs(self, cache: KVCache, metadata: AttentionMetadata) -> tuple[torch.Tensor, ...] | None:
+        """Cache and metadata as the operators of `cb_engine/native` take them; None for a backend that has others."""
+        return None
+
     def copy_blocks(self, cache: KVCache, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copies whole blocks `src[i] -> dst[i]` (both [N] int64), for copy-on-write forks."""
         cache.k.index_copy_(0, dst, cache.k.index_select(0, src))

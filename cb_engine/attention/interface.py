@@ -42,6 +42,10 @@ class StepContext(Protocol):
     ) -> torch.Tensor:
         """Attention of one layer over [T, heads, head_dim] packed tokens; returns [T, num_heads, head_dim]."""
 
+    def kernel_inputs(self, layer_idx: int) -> tuple[torch.Tensor, ...] | None:
+        """What a native operator that attends by itself needs of a layer's cache and of the step, or None where
+        `attend` is the only way."""
+
 
 _bound = threading.local()
 
@@ -104,6 +108,11 @@ def attend(
         )
         return out
     return _bound_context().attend(layer_idx, query, key, value, params)
+
+
+def kernel_inputs(layer_idx: int) -> tuple[torch.Tensor, ...] | None:
+    """`StepContext.kernel_inputs` of the bound step; compiled code, which outlives a step, has none."""
+    return None if torch.compiler.is_compiling() else _bound_context().kernel_inputs(layer_idx)
 
 
 @torch.library.custom_op("cb_engine::attend", mutates_args=())

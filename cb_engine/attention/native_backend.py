@@ -65,18 +65,26 @@ class NativeBackend(AttentionBackend):
             query,
             key,
             value,
+            *self.kernel_inputs(cache, metadata),
+            *kernel_params(params),
+        )
+        return output
+
+    def kernel_inputs(self, cache: KVCache, metadata: AttentionMetadata) -> tuple[torch.Tensor, ...]:
+        """See `AttentionBackend.kernel_inputs`."""
+        return (
             cache.k,
             cache.v,
             metadata.slot_mapping,
             metadata.block_table,
             metadata.query_start_loc,
             metadata.seq_lens,
-            params.scale,
-            params.window or 0,
-            params.softcap or 0.0,
-            params.sinks,
         )
-        return output
+
+
+def kernel_params(params: AttentionParams) -> tuple[float, int, float, torch.Tensor | None]:
+    """Scale, window, soft-cap and sinks as the operators of `cb_engine/native` take them."""
+    return params.scale, params.window or 0, params.softcap or 0.0, params.sinks
 
 
 def _on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -38,7 +38,7 @@ LIBRARY_NAME = "cb_engine_native.so"
 _OPERATOR_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-w")
 # No contraction of a * b + c: where rounding matters the kernels say fma(), and every instance has to round alike.
 _KERNEL_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-w", "-ffp-contract=off")
-_OPERATORS = ("dispatch.cpp", "dense.cpp", "paged_attention.cpp", "sampling.cpp")
+_OPERATORS = ("dispatch.cpp", "dense.cpp", "paged_attention.cpp", "layer.cpp", "sampling.cpp")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _X86_KERNELS: dict[str, tuple[str, ...]] = {

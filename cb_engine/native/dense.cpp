@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "operators.h"
 
 namespace cb_engine {
 namespace {
@@ -30,10 +31,11 @@ void check_like(const at::Tensor& x, const char* name, const at::Tensor& like) {
                     " must be a CPU tensor of the input's dtype");
 }
 
-// The distance between rows of a tensor whose leading axes can be seen as one; -1 if they cannot.
-int64_t row_stride(const at::Tensor& x) {
+// The distance between rows of a tensor whose leading axes, all but the last ones, can be seen as one; -1 if they
+// cannot.
+int64_t row_stride(const at::Tensor& x, int64_t last_axes = 1) {
   int64_t stride = 0, expected = 0;
-  for (int64_t axis = x.dim() - 2; axis >= 0; --axis) {
+  for (int64_t axis = x.dim() - 1 - last_axes; axis >= 0; --axis) {
     if (x.size(axis) == 1) continue;
     if (stride == 0) stride = expected = x.stride(axis);
     if (x.stride(axis) != expected) return -1;
@@ -70,6 +72,8 @@ void run_linear(const LinearJob& job, const DenseKernels& kernels, int64_t rows)
     }
   });
 }
+
+}  // namespace
 
 at::Tensor linear(const at::Tensor& any_input, const at::Tensor& weight, int64_t columns,
                   const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& residual,
@@ -129,12 +133,16 @@ at::Tensor linear(const at::Tensor& any_input, const at::Tensor& weight, int64_t
   return output;
 }
 
+namespace {
+
 // Whether the last leading axis may have a stride of its own, and the others can be seen as one: the heads of a fused
 // projection.
 bool has_even_heads(const at::Tensor& x) {
   const bool whole = x.size(-1) <= 1 || x.stride(-1) == 1;
-  return whole && (x.dim() < 3 || row_stride(x.select(-2, 0)) >= 0);
+  return whole && row_stride(x, 2) >= 0;
 }
+
+}  // namespace
 
 at::Tensor rms_norm(const at::Tensor& any_input, const at::Tensor& weight, double eps, double offset,
                     bool round_first) {
@@ -153,7 +161,7 @@ at::Tensor rms_norm(const at::Tensor& any_input, const at::Tensor& weight, doubl
   job.output = output.mutable_data_ptr();
   job.inner_rows = input.dim() >= 2 ? input.size(-2) : 1;
   job.inner_stride = input.dim() >= 2 ? input.stride(-2) : 0;
-  job.outer_stride = input.dim() >= 3 ? row_stride(input.select(-2, 0)) : 0;
+  job.outer_stride = row_stride(input, 2);
   job.columns = columns;
   job.eps = static_cast<float>(eps);
   job.offset = static_cast<float>(offset);
@@ -187,8 +195,6 @@ void rotary_(const at::Tensor& heads, const at::Tensor& cos, const at::Tensor& s
   at::parallel_for(0, heads.size(0), std::max<int64_t>(1, kElementsPerThread / per_token),
                    [&](int64_t begin, int64_t end) { kernels.rotary(job, begin, end); });
 }
-
-}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(cb_engine, m) {
   m.def(

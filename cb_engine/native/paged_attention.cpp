@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "operators.h"
 
 namespace cb_engine {
 
@@ -235,6 +236,8 @@ bool run_units(const AttentionJob& job, const AttentionKernels& kernels, const P
   return valid;
 }
 
+}  // namespace
+
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                            const at::Tensor& k_cache, const at::Tensor& v_cache, const at::Tensor& slot_mapping,
                            const at::Tensor& block_table, const at::Tensor& query_start_loc,
@@ -278,8 +281,6 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
   TORCH_CHECK_INDEX(blocks_valid, "block_table points outside the cache of ", job.num_blocks, " blocks");
   return output;
 }
-
-}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(cb_engine, m) {
   m.def(

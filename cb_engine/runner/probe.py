@@ -69,6 +69,9 @@ class PlainAttention:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=params.scale, enable_gqa=True)
         return out[0].transpose(0, 1).contiguous()
 
+    def kernel_inputs(self, layer_idx: int) -> None:
+        """See `StepContext.kernel_inputs`; there is no cache."""
+
 
 class _ProbeContext(PlainAttention):
     """Refuses what paged attention cannot do, and notes the rest."""

@@ -51,3 +51,7 @@ class PagedStep:
         """See `StepContext.attend`."""
         cache, metadata = self._caches[layer_idx], self._metadata[layer_idx]
         return self._backend.run(query, key, value, cache, metadata, params)
+
+    def kernel_inputs(self, layer_idx: int) -> tuple[torch.Tensor, ...] | None:
+        """See `StepContext.kernel_inputs`."""
+        return self._backend.kernel_inputs(self._caches[layer_idx], self._metadata[layer_idx])
