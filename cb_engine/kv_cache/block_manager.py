@@ -66,6 +66,7 @@ class _Holding:
     tables: list[list[int]]
     num_hashed_blocks: int = 0  # blocks already offered to the prefix cache
     cacheable: bool = True
+    roomy_until: int = 0  # tokens up to which nothing has to be allocated, copied or given back
 
 
 @dataclass
@@ -79,6 +80,12 @@ class _Group:
     def first_needed_block(self, position: int, block_size: int) -> int:
         """The first block that the query at `position` can still see."""
         return 0 if self.window is None else max(0, position - self.window + 1) // block_size
+
+    def unchanged_until(self, position: int, block_size: int) -> int:
+        """The first position after this one that sees a block less."""
+        if self.window is None:
+            return 1 << 62
+        return (self.first_needed_block(position, block_size) + 1) * block_size + self.window - 1
 
 
 class BlockManager:
@@ -222,6 +229,7 @@ class BlockManager:
             if NULL_BLOCK_ID in table[first:end]:
                 return None
             tables.append((NULL_BLOCK_ID,) * min(first, end) + tuple(table[first:end]))
+        holding.roomy_until = 0  # what it would write next may be shared now
         return SharedPrefix(num_tokens, tuple(tables))
 
     # ---- changes ---------------------------------------------------------------------------------------------
@@ -237,6 +245,8 @@ class BlockManager:
             False, with nothing changed but what a window had passed, when a pool is too short.
         """
         holding = self._holdings.get(request.request_id)
+        if holding is not None and request.num_computed_tokens + num_new_tokens <= holding.roomy_until:
+            return True  # most steps of most requests
         start = request.num_computed_tokens if holding else (shared.num_tokens if shared else 0)
         end_block = -(-(start + num_new_tokens) // self.block_size)
         if holding is not None:
@@ -252,6 +262,8 @@ class BlockManager:
             holding = self._open(request, shared)
         for index, need in enumerate(needs):
             self._extend(holding, index, start, need)
+        unchanged = min(group.unchanged_until(start, self.block_size) for group in self._groups)
+        holding.roomy_until = min(end_block * self.block_size, unchanged)
         return True
 
     def cache_computed_blocks(self, request: Request) -> None:

@@ -80,6 +80,37 @@ def test_a_table_has_one_block_per_started_run_of_tokens_in_every_group():
     assert (manager.num_live_blocks, manager.num_total_blocks) == (6, 64)
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 6), (3,)])
+def test_tables_grow_token_by_token_as_they_do_in_chunks(windows: tuple[int | None, ...]):
+    """Most tokens need nothing new; the others must not be passed over, nor blocks behind a window be kept."""
+    manager = make_manager(windows)
+    slow, fast = make_request(range(40)), make_request(range(40))
+    assert run(manager, slow, 20)
+    assert run(manager, fast, 20)
+    while fast.num_remaining_tokens:
+        manager._holdings[slow.request_id].roomy_until = 0
+        assert run(manager, slow, 1)
+        assert run(manager, fast, 1)
+        for a, b in zip(tables(manager, slow), tables(manager, fast), strict=True):
+            assert [block > 0 for block in a] == [block > 0 for block in b]
+
+
+def test_a_block_that_was_forked_is_copied_before_the_next_token():
+    manager = make_manager()
+    source, sibling = make_request(range(10)), make_request(range(10))
+    assert run(manager, source, 5)
+    assert run(manager, source, 1)  # room for two more
+    assert run(manager, sibling, 1, manager.fork(source, 6))
+    [copy] = manager.take_copies()
+    assert copy.dst == tables(manager, sibling)[0][1]
+    third = make_request(range(10))
+    shared = manager.fork(source, 6)
+    assert manager.allocate(third, 1, shared)
+    manager.free(third)
+    assert run(manager, source, 1)
+    assert tables(manager, source)[0][1] not in tables(manager, sibling)[0]
+
+
 def test_allocation_is_all_or_nothing_across_groups():
     manager = make_manager((None, 64), blocks=(8, 2))
     request = make_request(range(12))
