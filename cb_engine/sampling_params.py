@@ -140,8 +140,7 @@ class SamplingParams:
             self._store(name, number)
 
     def _normalise_collections(self) -> None:
-        given = () if self.stop is None else self.stop
-        stop = (given,) if isinstance(given, str) else _sequence("stop", given)
+        stop = (self.stop,) if isinstance(self.stop, str) else _sequence("stop", self.stop)
         for text in stop:
             if not isinstance(text, str):
                 raise TypeError(f"stop must hold strings, got {text!r}; use stop_token_ids for token ids")
@@ -234,6 +233,8 @@ def _float(
 
 
 def _sequence(name: str, value: object) -> tuple[Any, ...]:
+    if value is None:  # "none", as in other engines' parameters
+        return ()
     # A string is a sequence of strings, a set has no order, a mapping has values: none is what the caller
     # meant.
     if isinstance(value, (str, bytes, Mapping, set, frozenset)) or not hasattr(value, "__iter__"):

@@ -85,6 +85,12 @@ def test_pickle_and_replace():
         params.clone(topp=0.5)
 
 
+def test_none_means_none_of_them():
+    params: Any = SamplingParams(stop=None, stop_token_ids=None, bad_words=None)  # type: ignore[arg-type]
+    assert (params.stop, params.stop_token_ids, params.bad_words) == ((), (), ())
+    assert params == SamplingParams()
+
+
 def test_nobody_can_change_it():
     bias = {1: 2.0}
     params: Any = SamplingParams(logit_bias=bias)

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch._dynamo import OptimizedModule
 from tqdm.auto import tqdm
 
 from cb_engine.api.generation_config import GenerationSettings
 from cb_engine.api.manager import ContinuousBatchingManager, spread_params
 from cb_engine.config import EngineConfig, translate_config
 from cb_engine.engine import Engine
-from cb_engine.errors import EngineError, EngineStoppedError
+from cb_engine.errors import EngineError, EngineStoppedError, UnsupportedModelError
 from cb_engine.hints import WorkloadHints, normalize_hints
 from cb_engine.intake import RequestOptions, naming_input, to_token_ids
 from cb_engine.outputs import GenerationOutput
@@ -71,6 +72,11 @@ def attach(model: nn.Module, *, tokenizer: Any | None = None) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"attach needs a loaded model, not {model!r}; load it with AutoModelForCausalLM.from_pretrained"
+        )
+    if isinstance(model, OptimizedModule):
+        raise UnsupportedModelError(
+            "attach needs the model itself, not what torch.compile made of it; attach the one that was compiled "
+            "(`compiled._orig_mod`), and let EngineConfig(compile=True) compile the steps"
         )
     if _ATTRIBUTE in model.__dict__:
         detach(model)

@@ -50,7 +50,7 @@ class GenerationSettings:
     """A GenerationConfig, checked: what the manager needs of it."""
 
     config: GenerationConfig
-    origin: str  # where it came from, for error messages
+    origins: Mapping[str, str]  # where settings came from, for error messages; "" stands for all others
 
     @classmethod
     def of(
@@ -70,7 +70,8 @@ class GenerationSettings:
             setattr(config, name, value)
         if given is not None and model_config is not None and config.eos_token_id is None:
             config.eos_token_id = model_config.eos_token_id
-        return cls(config, "the model's generation_config" if given is None else "generation_config")
+        origin = "the model's generation_config" if given is None else "generation_config"
+        return cls(config, {"": origin} | dict.fromkeys(overrides, "keyword argument"))
 
     @property
     def eos_token_id(self) -> int | list[int] | None:
@@ -91,7 +92,7 @@ class GenerationSettings:
             ValueError: a value out of range, or a setting that this engine does not do.
         """
         c = self.config
-        _refuse_unsupported(c, self.origin)
+        _refuse_unsupported(c, self.origins)
         max_tokens = c.max_new_tokens
         if max_tokens is None and c.max_length is not None:
             max_tokens = max(0, c.max_length - prompt_length)
@@ -119,11 +120,12 @@ class GenerationSettings:
         return SamplingParams(**{k: v for k, v in (fields | changes).items() if v is not None})
 
 
-def _refuse_unsupported(config: GenerationConfig, origin: str) -> None:
+def _refuse_unsupported(config: GenerationConfig, origins: Mapping[str, str]) -> None:
     for name, value in config.to_dict().items():
         if value is None or value is False or name in _TRANSLATED or name in _MOOT:
             continue
         if value not in _NEUTRAL.get(name, ()):
+            origin = origins.get(name, origins[""])
             raise ValueError(
                 f"{origin}: {name}={value!r} is not supported by cb_engine; unset it, or give sampling_params instead"
             )

@@ -195,8 +195,16 @@ UNSUPPORTED = [(name, value) for name, value in _UNSUPPORTED if hasattr(Generati
 
 @pytest.mark.parametrize(("name", "value"), UNSUPPORTED)
 def test_what_this_engine_does_not_do_is_refused_by_name(name: str, value: Any):
-    with pytest.raises(ValueError, match=f"{name}="):
+    with pytest.raises(ValueError, match=f"keyword argument: {name}="):
         settings({}, **{name: value}).sampling_params(3)
+
+
+def test_a_refused_setting_is_blamed_on_where_it_came_from():
+    config = GenerationConfig(num_beams=2)
+    with pytest.raises(ValueError, match=r"^generation_config: num_beams=2"):
+        GenerationSettings.of(None, config, {"top_k": 3}).sampling_params(3)
+    with pytest.raises(ValueError, match=r"^the model's generation_config: num_beams=2"):
+        GenerationSettings.of(config, None, {"top_k": 3}).sampling_params(3)
 
 
 @pytest.mark.parametrize(
