@@ -88,8 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         write_json(args.json, rows, {**describe_machine(), "model": args.model, "seed": args.seed, "rounds": rounds})
     print(format_peers(rows, engines))
-    reference = "static" if "static" in engines else engines[0]
-    print("\n".join(["", *agreement(results, cases, engines, reference)]))
+    print("\n".join(["", *agreement(results, cases, engines)]))
     return int(any(isinstance(row, Skipped) and row.failed and row.engine == "cb_engine" for row in rows))
 
 

@@ -467,6 +467,82 @@ static void attend_tile(const AttentionJob& job, const Shape<E>& shape, const Un
   }
 }
 
+// ---------------------------------------------------------------------------------------------- writing the cache
+
+template <class E>
+static void write_keys(const Storage<E>* key, int64_t head_dim, int64_t step, Storage<E>* k) {
+  const int64_t whole_pairs = head_dim / E::kPair;
+  for (int64_t d = 0; d < whole_pairs; ++d) memcpy(k + d * step, key + d * E::kPair, sizeof(Storage<E>) * E::kPair);
+  if (head_dim % E::kPair != 0) {  // an odd head size: the last pair's partner
+    k[whole_pairs * step] = key[head_dim - 1];
+    k[whole_pairs * step + 1] = 0;
+  }
+}
+
+// One token's values; with `partner` (the next token, in the same pair) two at once, a whole lane per dimension.
+template <class E>
+static void write_values(const Storage<E>* value, const Storage<E>* partner, int64_t head_dim, Storage<E>* v) {
+  if constexpr (E::kPair == 2) {
+    if (partner != nullptr) {
+      for (int64_t d = 0; d < head_dim; ++d) {
+        const uint32_t lane = value[d] | static_cast<uint32_t>(partner[d]) << 16;
+        memcpy(v + 2 * d, &lane, 4);
+      }
+    } else {
+#pragma GCC unroll 4
+      for (int64_t d = 0; d < head_dim; ++d) v[2 * d] = value[d];
+    }
+  } else {
+    memcpy(v, value, static_cast<size_t>(head_dim) * sizeof(Storage<E>));
+  }
+}
+
+// `count` tokens from `token` on, which lie one after the other in one group of K of one block.
+template <class E>
+static void write_run(const AttentionJob& job, const Shape<E>& shape, int64_t token, int64_t count, int64_t slot,
+                      int64_t head_begin, int64_t head_end) {
+  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Storage<E>));
+  const int64_t block = slot / job.block_size, offset = slot % job.block_size;
+  for (int64_t head = head_begin; head < head_end; ++head) {
+    Storage<E>* k = static_cast<Storage<E>*>(job.k_cache) + block * job.k_block_stride + head * job.k_head_stride +
+                    shape.k_index(offset);
+    Storage<E>* v = static_cast<Storage<E>*>(job.v_cache) + block * job.v_block_stride + head * job.v_head_stride;
+    const Storage<E>* keys =
+        static_cast<const Storage<E>*>(job.key) + token * job.key_stride[0] + head * job.key_stride[1];
+    const Storage<E>* values =
+        static_cast<const Storage<E>*>(job.value) + token * job.value_stride[0] + head * job.value_stride[1];
+    for (int64_t i = 0; i < count; ++i) {
+      // The scattered stores fill the store buffer long before the processor would see the next rows by itself.
+      for (int64_t d = 0; d < job.head_dim; d += kLine) {
+        __builtin_prefetch(keys + (i + count) * job.key_stride[0] + d);
+        __builtin_prefetch(values + (i + count) * job.value_stride[0] + d);
+      }
+      write_keys<E>(keys + i * job.key_stride[0], job.head_dim, shape.tokens_wide * E::kPair, k + i * E::kPair);
+    }
+    for (int64_t i = 0; i < count;) {
+      const Storage<E>* value = values + i * job.value_stride[0];
+      const bool paired = E::kPair == 2 && (offset + i) % 2 == 0 && i + 1 < count;
+      write_values<E>(value, paired ? value + job.value_stride[0] : nullptr, job.head_dim,
+                      v + shape.v_index(offset + i));
+      i += paired ? 2 : 1;
+    }
+  }
+}
+
+template <class E>
+static void write(const AttentionJob& job, int64_t token_begin, int64_t token_end, int64_t head_begin,
+                  int64_t head_end) {
+  const Shape<E> shape(job);
+  for (int64_t token = token_begin; token < token_end;) {
+    const int64_t slot = job.slot_mapping[token];
+    const int64_t room = shape.tokens_wide - slot % job.block_size % shape.tokens_wide;
+    int64_t count = 1;
+    while (count < room && token + count < token_end && job.slot_mapping[token + count] == slot + count) ++count;
+    write_run<E>(job, shape, token, count, slot, head_begin, head_end);
+    token += count;
+  }
+}
+
 // ---------------------------------------------------------------------------------------------- a unit
 
 // total = total + piece, as softmax states.
@@ -538,6 +614,9 @@ static bool attend(const AttentionJob& job, const Unit& unit, const Unit* next_u
   Scratch<E> scratch;
   Scratch<E>::carve(job, static_cast<char*>(memory), &scratch);
   const int64_t rows = unit.num_tokens * shape.group;
+  if (job.units_write && unit.key_end > unit.first_position) {  // of the pieces of a long context, the last one
+    write<E>(job, unit.first_token, unit.first_token + unit.num_tokens, unit.kv_head, unit.kv_head + 1);
+  }
   pack_query<E>(job, shape, unit, scratch.query);
 
   State total = State::at(unit.partial != nullptr ? unit.partial : scratch.states[0], rows, shape.value_dim);
@@ -583,88 +662,6 @@ static void merge(const AttentionJob& job, const Unit& unit, float* partials, in
     fold(total, State::at(partials + i * size, rows, shape.value_dim), rows, shape.value_dim);
   }
   finish<E>(job, shape, unit, total);
-}
-
-// ---------------------------------------------------------------------------------------------- writing the cache
-
-template <class E>
-static void write_keys(const Storage<E>* key, int64_t head_dim, int64_t step, Storage<E>* k) {
-  const int64_t whole_pairs = head_dim / E::kPair;
-  for (int64_t d = 0; d < whole_pairs; ++d) memcpy(k + d * step, key + d * E::kPair, sizeof(Storage<E>) * E::kPair);
-  if (head_dim % E::kPair != 0) {  // an odd head size: the last pair's partner
-    k[whole_pairs * step] = key[head_dim - 1];
-    k[whole_pairs * step + 1] = 0;
-  }
-}
-
-// One token's values; with `partner` (the next token, in the same pair) two at once, a whole lane per dimension.
-template <class E>
-static void write_values(const Storage<E>* value, const Storage<E>* partner, int64_t head_dim, Storage<E>* v) {
-  if constexpr (E::kPair == 2) {
-    if (partner != nullptr) {
-      for (int64_t d = 0; d < head_dim; ++d) {
-        const uint32_t lane = value[d] | static_cast<uint32_t>(partner[d]) << 16;
-        memcpy(v + 2 * d, &lane, 4);
-      }
-    } else {
-#pragma GCC unroll 4
-      for (int64_t d = 0; d < head_dim; ++d) v[2 * d] = value[d];
-    }
-  } else {
-    memcpy(v, value, static_cast<size_t>(head_dim) * sizeof(Storage<E>));
-  }
-}
-
-// `count` tokens from `token` on, which lie one after the other in one group of K of one block.
-template <class E>
-static void write_run(const AttentionJob& job, const Shape<E>& shape, int64_t token, int64_t count, int64_t slot) {
-  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Storage<E>));
-  const int64_t block = slot / job.block_size, offset = slot % job.block_size;
-  Storage<E>* k = static_cast<Storage<E>*>(job.k_cache) + block * job.k_block_stride + shape.k_index(offset);
-  Storage<E>* v = static_cast<Storage<E>*>(job.v_cache) + block * job.v_block_stride;
-  const Storage<E>* keys = static_cast<const Storage<E>*>(job.key) + token * job.key_stride[0];
-  const Storage<E>* values = static_cast<const Storage<E>*>(job.value) + token * job.value_stride[0];
-  for (int64_t head = 0; head < job.num_kv_heads; ++head) {
-    for (int64_t i = 0; i < count; ++i) {
-      // The scattered stores fill the store buffer long before the processor would see the next rows by itself.
-      for (int64_t d = 0; d < job.head_dim; d += kLine) {
-        __builtin_prefetch(keys + (i + count) * job.key_stride[0] + d);
-        __builtin_prefetch(values + (i + count) * job.value_stride[0] + d);
-      }
-      write_keys<E>(keys + i * job.key_stride[0], job.head_dim, shape.tokens_wide * E::kPair, k + i * E::kPair);
-    }
-    for (int64_t i = 0; i < count;) {
-      const Storage<E>* value = values + i * job.value_stride[0];
-      const bool paired = E::kPair == 2 && (offset + i) % 2 == 0 && i + 1 < count;
-      write_values<E>(value, paired ? value + job.value_stride[0] : nullptr, job.head_dim,
-                      v + shape.v_index(offset + i));
-      i += paired ? 2 : 1;
-    }
-    k += job.k_head_stride;
-    v += job.v_head_stride;
-    keys += job.key_stride[1];
-    values += job.value_stride[1];
-  }
-}
-
-template <class E>
-static bool write(const AttentionJob& job, int64_t token_begin, int64_t token_end) {
-  const Shape<E> shape(job);
-  bool valid = true;
-  for (int64_t token = token_begin; token < token_end;) {
-    const int64_t slot = job.slot_mapping[token];
-    if (slot < 0 || slot >= job.num_blocks * job.block_size) {
-      valid = false;
-      ++token;
-      continue;
-    }
-    const int64_t room = shape.tokens_wide - slot % job.block_size % shape.tokens_wide;
-    int64_t count = 1;
-    while (count < room && token + count < token_end && job.slot_mapping[token + count] == slot + count) ++count;
-    write_run<E>(job, shape, token, count, slot);
-    token += count;
-  }
-  return valid;
 }
 
 // ---------------------------------------------------------------------------------------------- what is exported

@@ -46,6 +46,7 @@ struct AttentionJob {
   int32_t num_kv_heads;
   int32_t head_dim;
   int32_t max_unit_tokens;  // most query tokens that one Unit of this call holds
+  bool units_write;         // whether a Unit writes its keys and values itself: no other one reads them
   int64_t window;           // 0: unlimited
   float scale;
   float softcap;  // 0: none
@@ -67,8 +68,9 @@ struct AttentionKernels {
   int32_t pair;  // P above
   int64_t (*scratch_bytes)(const AttentionJob&);
   int64_t (*partial_floats)(const AttentionJob&, int64_t num_tokens);
-  // Each returns false if it met a block id or slot outside the cache; such an id is replaced, never followed.
-  bool (*write)(const AttentionJob&, int64_t token_begin, int64_t token_end);
+  // Slots have been checked before.
+  void (*write)(const AttentionJob&, int64_t token_begin, int64_t token_end, int64_t head_begin, int64_t head_end);
+  // Returns false if it met a block id outside the cache; such an id is replaced, never followed.
   bool (*attend)(const AttentionJob&, const Unit&, const Unit* next, void* scratch);
   void (*merge)(const AttentionJob&, const Unit&, float* partials, int64_t count);
 };

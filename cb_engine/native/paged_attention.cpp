@@ -203,13 +203,26 @@ char* thread_scratch(int64_t bytes) {
   return memory.get();
 }
 
-bool write_cache(const AttentionJob& job, const AttentionKernels& kernels, int64_t num_tokens) {
-  std::atomic<bool> valid{true};
+// Whether no request has more than one token: then its units are alone in reading what they write.
+bool has_single_tokens(const at::Tensor& query_start_loc) {
+  const int32_t* starts = query_start_loc.const_data_ptr<int32_t>();
+  return std::adjacent_find(starts, starts + query_start_loc.size(0),
+                            [](int32_t a, int32_t b) { return b - a > 1; }) == starts + query_start_loc.size(0);
+}
+
+void check_slots(const AttentionJob& job, int64_t num_tokens) {
+  const int64_t end = job.num_blocks * job.block_size;
+  for (int64_t i = 0; i < num_tokens; ++i) {
+    TORCH_CHECK_INDEX(job.slot_mapping[i] >= 0 && job.slot_mapping[i] < end,
+                      "slot_mapping points outside the cache of ", job.num_blocks, " blocks");
+  }
+}
+
+void write_cache(const AttentionJob& job, const AttentionKernels& kernels, int64_t num_tokens) {
   const int64_t grain = std::max<int64_t>(1, 256 / job.num_kv_heads);  // less is not worth waking a thread
   at::parallel_for(0, num_tokens, grain, [&](int64_t begin, int64_t end) {
-    if (!kernels.write(job, begin, end)) valid = false;
+    kernels.write(job, begin, end, 0, job.num_kv_heads);
   });
-  return valid;
 }
 
 bool run_units(const AttentionJob& job, const AttentionKernels& kernels, const Plan& plan, int64_t threads) {
@@ -269,15 +282,17 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
   const int64_t group = job.num_heads / job.num_kv_heads;
   job.max_unit_tokens = static_cast<int32_t>(std::max<int64_t>(1, kRowsPerUnit / group));
 
+  check_slots(job, query.size(0));
+  job.units_write = has_single_tokens(query_start_loc);
+
   Plan plan;
   make_units(job, query_start_loc, seq_lens, block_table.size(1), output, plan.units);
   int64_t cost = 0;
   for (const Unit& unit : plan.units) cost += cost_of(unit);
   const int64_t threads = std::clamp<int64_t>(cost / kCostPerThread, 1, at::get_num_threads());
   split_units(job, kernels, cost, threads, plan);
-  const bool slots_valid = write_cache(job, kernels, query.size(0));
+  if (!job.units_write) write_cache(job, kernels, query.size(0));
   const bool blocks_valid = run_units(job, kernels, plan, threads);
-  TORCH_CHECK_INDEX(slots_valid, "slot_mapping points outside the cache of ", job.num_blocks, " blocks");
   TORCH_CHECK_INDEX(blocks_valid, "block_table points outside the cache of ", job.num_blocks, " blocks");
   return output;
 }
