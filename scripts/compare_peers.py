@@ -18,14 +18,12 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging
 
 from bench.machine import describe_machine
-from bench.peers import ENGINES, Case, agreement, build_cases, pythons_of, run_rounds, to_rows
+from bench.peers import ENGINES, NUM_QUESTIONS, Case, agreement, build_cases, pythons_of, run_rounds, to_rows
 from bench.report import Skipped, format_peers, write_json
 from bench.scaling import show_scaling
 from bench.step_profile import profile_cases
 from bench.workloads import DEFAULT_DATASET, encode_questions, load_questions
 from cb_engine.models import resolve_model
-
-_QUESTIONS = 160
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -41,8 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="few prompts and tokens: does it work, not how fast is it")
     add("--seed", type=int, default=0, help="of random prompts (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the rows to FILE")
-    add("--profile", action="store_true", help="instead: where this engine's time goes, against measured ceilings")
-    add("--scaling", action="store_true", help="instead: rates by concurrency, host cost by context, rate over time")
+    instead = parser.add_mutually_exclusive_group().add_argument
+    instead("--profile", action="store_true", help="instead: where cb_engine's time goes, against measured ceilings")
+    instead("--scaling", action="store_true", help="instead: its rates by concurrency, context and time")
     return parser
 
 
@@ -52,8 +51,8 @@ def choose_cases(args: argparse.Namespace, source: str, prompts: list[list[int]]
     Raises:
         ValueError: an unknown label, or too few questions.
     """
-    if len(prompts) < _QUESTIONS:
-        raise ValueError(f"{args.dataset} has {len(prompts)} questions, {_QUESTIONS} are needed")
+    if len(prompts) < NUM_QUESTIONS:
+        raise ValueError(f"{args.dataset} has {len(prompts)} questions, {NUM_QUESTIONS} are needed")
     vocab_size = AutoConfig.from_pretrained(source).get_text_config().vocab_size
     cases = build_cases(prompts, vocab_size, quick=args.quick, seed=args.seed)
     if args.labels is None:
@@ -67,7 +66,12 @@ def choose_cases(args: argparse.Namespace, source: str, prompts: list[list[int]]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the comparison; 1 if cb_engine failed in a row."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if (args.profile or args.scaling) and (args.engines or args.rounds or args.json or args.vllm_python):
+        parser.error("--profile and --scaling run cb_engine once: leave --engines, --rounds, --json, --vllm-python out")
+    if args.scaling and args.labels:
+        parser.error("--scaling has rows of its own: leave --labels out")
     logging.disable_progress_bar()
     default = [e for e in ENGINES if e != "vllm" or args.vllm_python]
     engines = args.engines.split(",") if args.engines else default

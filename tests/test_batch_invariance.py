@@ -52,22 +52,25 @@ def test_results_do_not_depend_on_the_batch(family: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_a_prefix_found_in_the_cache_is_what_would_have_been_computed(backend: str) -> None:
-    """Whole blocks, parts of blocks that are copied, and prompts that wait for another: the same bits without."""
+    """Whole blocks, parts of blocks that are copied, and prompts that wait for another: the same without, with native
+    kernels to the bit."""
     model = tiny.family("llama")[0]
     beginning = tiny.make_prompts((44,))[0]
     ends = tiny.make_prompts((9, 30, 5, 17), seed=7)
     prompts = [beginning[: 44 - 3 * index] + end for index, end in enumerate(ends)]
-    results: list[list[list[int]]] = []
+    results: list[list[tuple[list[int], list[float]]]] = []
     hits: list[int] = []
     for caching in (False, True):
         config = {"block_size": 16, "enable_prefix_caching": caching, "attention_backend": backend}
         engine = Engine(model, config=config, eos_token_id=-1)
         for index, prompt in enumerate(prompts):
-            engine.add_request(prompt, SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0), request_id=str(index))
+            params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, logprobs=0)
+            engine.add_request(prompt, params, request_id=str(index))
         outputs: dict[str, Any] = {}
         while engine.has_work:
             outputs |= {output.request_id: output for output in engine.step()}
-        results.append([outputs[str(index)].generated_tokens for index in range(len(prompts))])
+        done = [outputs[str(index)] for index in range(len(prompts))]
+        results.append([(o.generated_tokens, o.logprobs if backend == "native" else []) for o in done])
         hits.append(engine.stats().prefix_hit_tokens)
     assert results[0] == results[1]
     assert hits == [0, 41 + 32 + 32]  # 38 and 35 tokens in common leave less than half a block

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -83,6 +84,31 @@ class AttentionParams:
     sinks: torch.Tensor | None = None
 
 
+class NativeInputs(NamedTuple):
+    """One layer's cache and the step's metadata, as the operators of `cb_engine/native` take them."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+class NativeParams(NamedTuple):
+    """`AttentionParams` likewise: 0 where there is no window and no soft-cap."""
+
+    scale: float
+    window: int
+    softcap: float
+    sinks: torch.Tensor | None
+
+    @classmethod
+    def of(cls, params: AttentionParams) -> NativeParams:
+        """The same in other words."""
+        return cls(params.scale, params.window or 0, params.softcap or 0.0, params.sinks)
+
+
 class AttentionBackend(ABC):
     """Kernels of one device. `plan()` runs once a step and group, `run()` once a layer."""
 
@@ -123,8 +149,8 @@ class AttentionBackend(ABC):
             [T, num_heads, head_dim], contiguous, in the query's dtype. Rows of padding hold finite values.
         """
 
-    def kernel_inputs(self, cache: KVCache, metadata: AttentionMetadata) -> tuple[torch.Tensor, ...] | None:
-        """Cache and metadata as the operators of `cb_engine/native` take them; None for a backend that has others."""
+    def native_inputs(self, cache: KVCache, metadata: AttentionMetadata) -> NativeInputs | None:
+        """For native operators that attend by themselves; None if the cache is not laid out for them."""
         return None
 
     def copy_blocks(self, cache: KVCache, src: torch.Tensor, dst: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from cb_engine.attention.backend import AttentionParams
+from cb_engine.attention.backend import AttentionParams, NativeInputs
 
 ATTENTION_NAME = "cb_engine"
 
@@ -42,9 +42,9 @@ class StepContext(Protocol):
     ) -> torch.Tensor:
         """Attention of one layer over [T, heads, head_dim] packed tokens; returns [T, num_heads, head_dim]."""
 
-    def kernel_inputs(self, layer_idx: int) -> tuple[torch.Tensor, ...] | None:
-        """What a native operator that attends by itself needs of a layer's cache and of the step, or None where
-        `attend` is the only way."""
+    def native_inputs(self, layer_idx: int) -> NativeInputs | None:
+        """The layer's cache and the step for a native operator that attends by itself, or None where `attend` is the
+        only way."""
 
 
 _bound = threading.local()
@@ -110,9 +110,9 @@ def attend(
     return _bound_context().attend(layer_idx, query, key, value, params)
 
 
-def kernel_inputs(layer_idx: int) -> tuple[torch.Tensor, ...] | None:
-    """`StepContext.kernel_inputs` of the bound step; compiled code, which outlives a step, has none."""
-    return None if torch.compiler.is_compiling() else _bound_context().kernel_inputs(layer_idx)
+def native_inputs(layer_idx: int) -> NativeInputs | None:
+    """`StepContext.native_inputs` of the bound step."""
+    return _bound_context().native_inputs(layer_idx)
 
 
 @torch.library.custom_op("cb_engine::attend", mutates_args=())

@@ -11,7 +11,15 @@ import sys
 
 import torch
 
-from cb_engine.attention.backend import AttentionBackend, AttentionMetadata, AttentionParams, KVCache, KVSpec
+from cb_engine.attention.backend import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionParams,
+    KVCache,
+    KVSpec,
+    NativeInputs,
+    NativeParams,
+)
 from cb_engine.native import build
 
 _LANES = 16  # kLanes of kernel_api.h
@@ -65,26 +73,21 @@ class NativeBackend(AttentionBackend):
             query,
             key,
             value,
-            *self.kernel_inputs(cache, metadata),
-            *kernel_params(params),
+            *self.native_inputs(cache, metadata),
+            *NativeParams.of(params),
         )
         return output
 
-    def kernel_inputs(self, cache: KVCache, metadata: AttentionMetadata) -> tuple[torch.Tensor, ...]:
-        """See `AttentionBackend.kernel_inputs`."""
-        return (
-            cache.k,
-            cache.v,
-            metadata.slot_mapping,
-            metadata.block_table,
-            metadata.query_start_loc,
-            metadata.seq_lens,
+    def native_inputs(self, cache: KVCache, metadata: AttentionMetadata) -> NativeInputs:
+        """See `AttentionBackend.native_inputs`."""
+        return NativeInputs(
+            k_cache=cache.k,
+            v_cache=cache.v,
+            slot_mapping=metadata.slot_mapping,
+            block_table=metadata.block_table,
+            query_start_loc=metadata.query_start_loc,
+            seq_lens=metadata.seq_lens,
         )
-
-
-def kernel_params(params: AttentionParams) -> tuple[float, int, float, torch.Tensor | None]:
-    """Scale, window, soft-cap and sinks as the operators of `cb_engine/native` take them."""
-    return params.scale, params.window or 0, params.softcap or 0.0, params.sinks
 
 
 def _on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -29,9 +29,9 @@ class Block:
 
 
 def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences have in common from their start."""
+    """How many tokens two sequences have in common from their start; fast if both are lists, or both tuples."""
     length, limit, step = 0, min(len(a), len(b)), 256
-    while length < limit and a[length : length + step] == b[length : length + step]:  # at the speed of C
+    while length < limit and a[length : length + step] == b[length : length + step]:
         length += step
     while length < limit and a[length] == b[length]:
         length += 1

@@ -1,4 +1,4 @@
-"""Who holds which blocks: block tables per request and layer group, prefix hits, copy-on-write forks.
+"""Who holds which blocks: block tables per request and layer group, prefix hits, copy-on-write.
 
 Owns the tables and all calls to the BlockPools. Does not decide whom to run, admit or preempt: the Scheduler does.
 Layers fall into groups (full attention, sliding window of one size); each has its own pool and its own tables,
@@ -8,6 +8,12 @@ has passed:
     tokens        0 ......... first_needed ........ start ............ start + num_new
     full group    [ b3 | b7 | b1 | b9 | b2 ]                         one id per block of tokens
     window group  [  0 |  0 | b4 | b5 | b8 ]                         blocks behind the window are given back
+
+A prefix that others have computed may end within a block: the whole block is shared then, and copied before the first
+token is written into it.
+
+    cached        [ A A A A | B B B B ]           both blocks stay what they are
+    request       [ A A A A | B B c c ]           6 tokens are shared, the second block is a copy
 """
 
 from __future__ import annotations
@@ -35,18 +41,14 @@ class KVGroup:
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Blocks that already hold a request's first `num_tokens` tokens; one table per group.
-
-    The last block may hold other tokens behind them. It is copied before the request writes there.
-    """
+    """Blocks that already hold a request's first `num_tokens` tokens; one table per group."""
 
     num_tokens: int
     tables: tuple[tuple[int, ...], ...]
 
-    def whole_blocks(self, block_size: int) -> SharedPrefix | None:
-        """As much of it as needs no copy."""
-        length = self.num_tokens // block_size
-        return SharedPrefix(length * block_size, tuple(t[:length] for t in self.tables)) if length else None
+    def ends_inside_block(self, block_size: int) -> bool:
+        """Whether the last block is to be copied: behind the shared tokens it holds another's, or will."""
+        return self.num_tokens % block_size != 0
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,9 @@ class _Holding:
     tables: list[list[int]]
     num_hashed_blocks: int = 0  # blocks already offered to the prefix cache
     cacheable: bool = True
-    roomy_until: int = 0  # tokens up to which nothing has to be allocated, copied or given back
+    # Tokens up to which nothing has to be allocated, copied or given back. Nobody else comes to hold the block that is
+    # written meanwhile: a fork that shares it copies it in the same call of `allocate`.
+    roomy_until: int = 0
 
 
 @dataclass
@@ -161,7 +165,8 @@ class BlockManager:
             needed = total - len(table) + revived
             if group.window is not None:
                 needed = min(needed, self._window_blocks(group.window, min(num_tokens, chunk)))
-            needed += shared is not None and shared.num_tokens % self.block_size > 0  # the copy
+            if shared is not None and shared.ends_inside_block(self.block_size):
+                needed += 1  # the copy
             room = group.pool.num_available - needed
             # A pool smaller than the reserve must still admit somebody when it is idle.
             if room < 0 or (room < reserve and group.pool.num_live > 0):
@@ -176,8 +181,8 @@ class BlockManager:
         Whole blocks, then part of one more: a block that begins like the rest of the request and goes on otherwise.
         A window group needs only the blocks that the window at the end of the prefix still sees.
         """
-        if not self._enable_prefix_caching or request.sampling_params.prompt_logprobs is not None:
-            return None  # prompt logprobs need the logits, hence the computation, of every prompt token
+        if not self._may_hit(request):
+            return None
         self._extend_hashes(request, (request.num_tokens - 1) // self.block_size)
         length = (request.num_tokens - 1) // self.block_size
         found: list[list[int | None]] = []
@@ -188,7 +193,7 @@ class BlockManager:
                 length = next((i for i in range(length) if ids[i] is None), length)
         while length and not all(self._covers(g, f, length) for g, f in zip(self._groups, found, strict=True)):
             length -= 1
-        part, num_equal = self._find_part(request, length)
+        part, num_equal = self._find_part(request, length)  # ((), 0) if there is none
         if not length and not part:
             return None
         tables = tuple(
@@ -197,20 +202,29 @@ class BlockManager:
         )
         return SharedPrefix(length * self.block_size + num_equal, tables)
 
-    def reusable(self, num_equal_tokens: int) -> int:
-        """How many of a prefix's tokens a hit would spare. Part of a block must be half of it to be worth a copy."""
-        part = num_equal_tokens % self.block_size
-        return num_equal_tokens if 2 * part >= self.block_size else num_equal_tokens - part
+    def without_copy(self, shared: SharedPrefix) -> SharedPrefix | None:
+        """As much of a prefix as whole blocks hold, or None if that is nothing or a window would miss a block of it."""
+        length = shared.num_tokens // self.block_size
+        tables = tuple(table[:length] for table in shared.tables)
+        for group, table in zip(self._groups, tables, strict=True):
+            if NULL_BLOCK_ID in table[group.first_needed_block(length * self.block_size, self.block_size) :]:
+                return None
+        return SharedPrefix(length * self.block_size, tables) if length else None
 
-    def will_spare(self, request: Request, leader: Request) -> int:
-        """How many of the request's first tokens can be had from `leader`, once it has computed what it has now."""
-        if not self._enable_prefix_caching or request.sampling_params.prompt_logprobs is not None:
+    @property
+    def min_shared_tokens(self) -> int:
+        """Prefixes with fewer tokens in common are not hit."""
+        return -(-self.block_size // 2)
+
+    def num_shareable_tokens(self, request: Request, leader: Request) -> int:
+        """How many of the request's first tokens can be had from a running one, once that has computed what it has."""
+        if not self._may_hit(request) or not self._holdings[leader.request_id].cacheable:
             return 0
-        if not self._is_cacheable(leader) or self._root(leader) != self._root(request):
+        if leader.sampling_params.cache_salt != request.sampling_params.cache_salt:
             return 0
         num_cached = leader.num_tokens // self.block_size * self.block_size  # full blocks only
         num_equal = common_prefix_length(leader.token_ids, request.token_ids)
-        return self.reusable(min(num_equal, num_cached, request.num_tokens - 1))
+        return self._worth_sharing(min(num_equal, num_cached, request.num_tokens - 1))
 
     def fork(self, source: Request, num_tokens: int) -> SharedPrefix | None:
         """The source's blocks that hold its first `num_tokens` tokens, for a sibling with the same ones.
@@ -229,7 +243,6 @@ class BlockManager:
             if NULL_BLOCK_ID in table[first:end]:
                 return None
             tables.append((NULL_BLOCK_ID,) * min(first, end) + tuple(table[first:end]))
-        holding.roomy_until = 0  # what it would write next may be shared now
         return SharedPrefix(num_tokens, tuple(tables))
 
     # ---- changes ---------------------------------------------------------------------------------------------
@@ -417,16 +430,21 @@ class BlockManager:
         """
         parent = request.block_hashes[length - 1] if length else self._root(request)
         start = length * self.block_size
-        tokens = request.token_ids[start : min(start + self.block_size, request.num_tokens - 1)]
+        tokens = tuple(request.token_ids[start : min(start + self.block_size, request.num_tokens - 1)])
         block, num_equal = self._groups[0].pool.find_longest(parent, tokens)
-        if block is None or block.block_hash is None or self.reusable(num_equal) == 0:
+        if block is None or block.block_hash is None or self._worth_sharing(num_equal) == 0:
             return (), 0
         ids = tuple(g.pool.find(block.block_hash, parent, block.token_ids) for g in self._groups)
         return ((), 0) if None in ids else (tuple(i for i in ids if i is not None), num_equal)
 
-    def _is_cacheable(self, request: Request) -> bool:
-        holding = self._holdings.get(request.request_id)
-        return holding is not None and holding.cacheable
+    def _worth_sharing(self, num_equal_tokens: int) -> int:
+        """How many of a prefix's equal tokens to share: of its last block at least half, or a copy is not worth it."""
+        part = num_equal_tokens % self.block_size
+        return num_equal_tokens if part >= self.min_shared_tokens else num_equal_tokens - part
+
+    def _may_hit(self, request: Request) -> bool:
+        """Prompt logprobs need the logits, hence the computation, of every prompt token."""
+        return self._enable_prefix_caching and request.sampling_params.prompt_logprobs is None
 
     def _covers(self, group: _Group, found: Sequence[int | None], length: int) -> bool:
         first = group.first_needed_block(length * self.block_size, self.block_size)

@@ -165,8 +165,8 @@ class BlockPool:
                 )
             if block.block_hash is not None and self._by_hash.get(block.block_hash) is not block:
                 raise RuntimeError(f"block {block.block_id} has a hash that the index does not know")
-        by_parent = {b.block_id: b for siblings in self._by_parent.values() for b in siblings.values()}
-        if by_parent != {b.block_id: b for b in self._by_hash.values()}:
+        by_parent = {(parent, i, b) for parent, siblings in self._by_parent.items() for i, b in siblings.items()}
+        if by_parent != {(b.parent_hash, b.block_id, b) for b in self._by_hash.values()}:
             raise RuntimeError("the index by parent and the index by hash differ")
 
     def _evict(self) -> int:

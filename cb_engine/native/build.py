@@ -4,7 +4,7 @@ Owns: the compiler's command lines and the cache folder. Does not know: what the
 
     python -m cb_engine.native.build      builds ahead of time and prints where the library is
 
-One invocation of the compiler per file, a few seconds in all; neither ninja nor setuptools is needed, and nothing
+One invocation of the compiler per file, half a minute on two cores; neither ninja nor setuptools is needed, and nothing
 depends on the version of Python. The library holds the code for every instruction set and picks at run time, so a
 cache folder may be shared between machines.
 """

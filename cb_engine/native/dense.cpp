@@ -6,6 +6,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -32,13 +33,13 @@ void check_like(const at::Tensor& x, const char* name, const at::Tensor& like) {
 }
 
 // The distance between rows of a tensor whose leading axes, all but the last ones, can be seen as one; -1 if they
-// cannot.
+// cannot. An expanded axis, whose rows are all the same one, is none of those.
 int64_t row_stride(const at::Tensor& x, int64_t last_axes = 1) {
   int64_t stride = 0, expected = 0;
   for (int64_t axis = x.dim() - 1 - last_axes; axis >= 0; --axis) {
     if (x.size(axis) == 1) continue;
-    if (stride == 0) stride = expected = x.stride(axis);
-    if (x.stride(axis) != expected) return -1;
+    if (expected == 0) stride = expected = x.stride(axis);
+    if (x.stride(axis) == 0 || x.stride(axis) != expected) return -1;
     expected *= x.size(axis);
   }
   return stride;
@@ -48,6 +49,13 @@ int64_t row_stride(const at::Tensor& x, int64_t last_axes = 1) {
 at::Tensor with_even_rows(const at::Tensor& x) {
   const bool whole = x.size(-1) <= 1 || x.stride(-1) == 1;
   return whole && row_stride(x) >= 0 ? x : x.contiguous();
+}
+
+// Whether all axes before the last two can be seen as one; the one before the last may have any stride: the heads of
+// a fused projection.
+bool has_even_heads(const at::Tensor& x) {
+  const bool whole = x.size(-1) <= 1 || x.stride(-1) == 1;
+  return whole && row_stride(x, 2) >= 0;
 }
 
 // Threads take runs of (chunk of rows, panel), chunk by chunk, so that each reads its weights front to back. Rows are
@@ -78,6 +86,7 @@ void run_linear(const LinearJob& job, const DenseKernels& kernels, int64_t rows)
 at::Tensor linear(const at::Tensor& any_input, const at::Tensor& weight, int64_t columns,
                   const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& residual,
                   int64_t epilogue) {
+  RECORD_FUNCTION("cb_engine::linear", {});  // in a profiler's trace also where an operator calls this
   const DenseKernels& kernels = dense_kernels(any_input);
   check_like(any_input, "input", any_input);
   const at::Tensor input = with_even_rows(any_input);
@@ -97,9 +106,9 @@ at::Tensor linear(const at::Tensor& any_input, const at::Tensor& weight, int64_t
   const at::Tensor output = at::empty(sizes, input.options().memory_format(at::MemoryFormat::Contiguous));
   LinearJob job{};
   if (bias.has_value()) {
-    TORCH_CHECK_VALUE(bias->scalar_type() == at::kFloat && bias->is_contiguous() &&
+    TORCH_CHECK_VALUE(bias->device().is_cpu() && bias->scalar_type() == at::kFloat && bias->is_contiguous() &&
                           bias->numel() == panels * kPanelColumns,
-                      "bias must be float32, padded to whole panels");
+                      "bias must be float32 on the CPU, padded to whole panels");
     job.bias = bias->const_data_ptr<float>();
   }
   TORCH_CHECK_VALUE(residual.has_value() == (kind == Epilogue::kAdd), "a residual is for the epilogue that adds it");
@@ -133,19 +142,9 @@ at::Tensor linear(const at::Tensor& any_input, const at::Tensor& weight, int64_t
   return output;
 }
 
-namespace {
-
-// Whether the last leading axis may have a stride of its own, and the others can be seen as one: the heads of a fused
-// projection.
-bool has_even_heads(const at::Tensor& x) {
-  const bool whole = x.size(-1) <= 1 || x.stride(-1) == 1;
-  return whole && row_stride(x, 2) >= 0;
-}
-
-}  // namespace
-
 at::Tensor rms_norm(const at::Tensor& any_input, const at::Tensor& weight, double eps, double offset,
                     bool round_first) {
+  RECORD_FUNCTION("cb_engine::rms_norm", {});
   const DenseKernels& kernels = dense_kernels(any_input);
   check_like(any_input, "input", any_input);
   check_like(weight, "weight", any_input);
@@ -173,6 +172,7 @@ at::Tensor rms_norm(const at::Tensor& any_input, const at::Tensor& weight, doubl
 }
 
 void rotary_(const at::Tensor& heads, const at::Tensor& cos, const at::Tensor& sin) {
+  RECORD_FUNCTION("cb_engine::rotary_", {});
   const DenseKernels& kernels = dense_kernels(heads);
   check_like(heads, "heads", heads);
   check_like(cos, "cos", heads);
@@ -180,7 +180,8 @@ void rotary_(const at::Tensor& heads, const at::Tensor& cos, const at::Tensor& s
   TORCH_CHECK_VALUE(heads.dim() == 3 && cos.numel() == heads.size(0) * rotary_dim && cos.is_contiguous() &&
                         rotary_dim % 2 == 0 && rotary_dim <= heads.size(2) && heads.stride(2) == 1,
                     "heads must be [T, H, D], contiguous along D, and cos a contiguous [T, R], R even and at most D");
-  TORCH_CHECK_VALUE(sin.sizes() == cos.sizes() && sin.is_contiguous() && sin.scalar_type() == cos.scalar_type(),
+  TORCH_CHECK_VALUE(sin.sizes() == cos.sizes() && sin.is_contiguous() && sin.scalar_type() == cos.scalar_type() &&
+                        sin.device().is_cpu(),
                     "sin must be like cos");
   if (heads.numel() == 0 || cos.numel() == 0) return;
   RotaryJob job{};

@@ -6,6 +6,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -256,6 +257,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
                            const at::Tensor& block_table, const at::Tensor& query_start_loc,
                            const at::Tensor& seq_lens, double scale, int64_t window, double softcap,
                            const std::optional<at::Tensor>& sinks) {
+  RECORD_FUNCTION("cb_engine::paged_attention", {});
   const AttentionKernels& kernels = kernels_for(current_kernels().attention, query.scalar_type());
   check_packed(query, "query", query);
   check_packed(key, "key", query);

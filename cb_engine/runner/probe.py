@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cb_engine.attention.backend import AttentionParams
+from cb_engine.attention.backend import AttentionParams, NativeInputs
 from cb_engine.attention.interface import bind
 from cb_engine.errors import UnsupportedModelError
 
@@ -54,6 +54,7 @@ class PlainAttention:
 
     def __init__(self) -> None:
         self.params: dict[int, AttentionParams] = {}  # by layer_idx
+        self.keys: dict[int, torch.Tensor] = {}
 
     def attend(
         self,
@@ -64,13 +65,14 @@ class PlainAttention:
         params: AttentionParams,
     ) -> torch.Tensor:
         """See `StepContext.attend`; soft-caps and sinks are left out."""
-        self.params[layer_idx] = params
+        self.params[layer_idx], self.keys[layer_idx] = params, key
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=params.scale, enable_gqa=True)
         return out[0].transpose(0, 1).contiguous()
 
-    def kernel_inputs(self, layer_idx: int) -> None:
-        """See `StepContext.kernel_inputs`; there is no cache."""
+    def native_inputs(self, layer_idx: int) -> NativeInputs | None:
+        """See `StepContext.native_inputs`; there is no cache."""
+        return None
 
 
 class _ProbeContext(PlainAttention):

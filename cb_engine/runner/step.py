@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from cb_engine.attention.backend import AttentionBackend, AttentionMetadata, AttentionParams, KVCache
+from cb_engine.attention.backend import AttentionBackend, AttentionMetadata, AttentionParams, KVCache, NativeInputs
 from cb_engine.runner.input_batch import InputBatch
 from cb_engine.runner.kv_layout import LayerGroup
 
@@ -52,6 +52,6 @@ class PagedStep:
         cache, metadata = self._caches[layer_idx], self._metadata[layer_idx]
         return self._backend.run(query, key, value, cache, metadata, params)
 
-    def kernel_inputs(self, layer_idx: int) -> tuple[torch.Tensor, ...] | None:
-        """See `StepContext.kernel_inputs`."""
-        return self._backend.kernel_inputs(self._caches[layer_idx], self._metadata[layer_idx])
+    def native_inputs(self, layer_idx: int) -> NativeInputs | None:
+        """See `StepContext.native_inputs`."""
+        return self._backend.native_inputs(self._caches[layer_idx], self._metadata[layer_idx])

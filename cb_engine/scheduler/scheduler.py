@@ -16,10 +16,9 @@ from cb_engine.config import RunningPolicy
 from cb_engine.kv_cache.block_manager import BlockManager, SharedPrefix
 from cb_engine.outputs import FinishReason
 from cb_engine.request import ForkGroup, Request, Status
+from cb_engine.scheduler.admission import Admission
 from cb_engine.scheduler.output import ModelOutput, SampledToken, ScheduledRequest, SchedulerOutput
 from cb_engine.scheduler.queue import WaitingQueue
-
-_WORTH_A_STEP = 8  # a prompt waits a step for another's blocks if that spares it one token in so many
 
 
 @dataclass(frozen=True)
@@ -235,42 +234,20 @@ class Scheduler:
     def _schedule_waiting(self, draft: _Draft) -> None:
         """Admits waiting requests in order while sequences, budget and blocks last."""
         reserve = len(self._running)
-        sources: dict[ForkGroup, Request | None] = {}  # looked up once a step: a group may have thousands of members
-        under_way: set[ForkGroup] = set()
-        leaders = [r for r in self._running if r.num_remaining_tokens > 1]
-        num_followers = 0
+        admission = Admission(self._blocks, self._running)
         for request in self._waiting:
-            if draft.budget <= 0 or len(self._running) + num_followers >= self.config.max_num_seqs:
+            if draft.budget <= 0 or len(self._running) + admission.num_followers >= self.config.max_num_seqs:
                 break
-            group = request.fork_group
-            if group is not None and group not in sources:
-                sources[group] = group.source()
-                if sources[group] is None and group.prefill_under_way():
-                    under_way.add(group)
-            if group in under_way:
-                continue  # a sibling is computing this very prompt
-            source = sources[group] if group is not None else None
-            shared = self._shared_prefix(request, source)
-            if source is None and self._had_better_follow(request, shared, leaders):
-                num_followers += 1
+            if admission.is_sibling_under_way(request):
+                continue
+            shared = admission.shared_prefix(request)
+            if admission.follows(request, shared):
                 continue
             num_tokens = self._admit(request, shared, draft.budget, reserve)
             if num_tokens == 0:
                 break  # whoever is first in line goes first: no overtaking by smaller requests
-            if group is not None and source is None:
-                under_way.add(group)
-            leaders.append(request)
+            admission.admitted(request)
             draft.add(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
-
-    def _had_better_follow(self, request: Request, shared: SharedPrefix | None, leaders: Sequence[Request]) -> bool:
-        """Whether a prompt under way begins like this one, so that waiting for its blocks spares computing them again.
-
-        Who is first in line has nobody before it who is new, so nobody waits for ever: `leaders` are requests that
-        went before this one.
-        """
-        known = shared.num_tokens if shared else 0
-        worth = max(1, (request.num_tokens - known) // _WORTH_A_STEP)
-        return any(self._blocks.will_spare(request, leader) - known >= worth for leader in leaders)
 
     def _chunk(self, request: Request, num_computed_tokens: int, budget: int) -> int:
         """Tokens that a request may compute in this step.
@@ -291,15 +268,9 @@ class Scheduler:
         block: otherwise its admission would be paid with a preemption a few steps later. A request that would be
         alone takes what there is, in smaller chunks if need be.
         """
-        chunk = self.config.max_prefill_chunk
-
-        def fits(shared: SharedPrefix | None) -> bool:
-            known = shared.num_tokens if shared else 0
-            return self._blocks.has_room_for(request.num_tokens - known, chunk, reserve, shared)
-
-        if shared is not None and not fits(shared):
-            shared = shared.whole_blocks(self._blocks.block_size)  # a copy takes a block more
-        if self._running and not fits(shared):
+        if shared is not None and not self._fits(request, shared, reserve):
+            shared = self._blocks.without_copy(shared)  # the copy takes a block more
+        if self._running and not self._fits(request, shared, reserve):
             return 0
         known = shared.num_tokens if shared else 0
         num_tokens = self._chunk(request, known, budget)
@@ -313,6 +284,10 @@ class Scheduler:
         self._start(request, known)
         return num_tokens
 
+    def _fits(self, request: Request, shared: SharedPrefix | None, reserve: int) -> bool:
+        known = shared.num_tokens if shared else 0
+        return self._blocks.has_room_for(request.num_tokens - known, self.config.max_prefill_chunk, reserve, shared)
+
     def _start(self, request: Request, num_known_tokens: int) -> None:
         self._waiting.remove(request)
         self._running.append(request)
@@ -322,14 +297,6 @@ class Scheduler:
             self.counters.prefix_hit_tokens += num_known_tokens
         request.status = Status.RUNNING
         request.num_computed_tokens = num_known_tokens
-
-    def _shared_prefix(self, request: Request, source: Request | None) -> SharedPrefix | None:
-        fresh = request.status is Status.WAITING
-        if source is not None and fresh and request.sampling_params.prompt_logprobs is None:
-            forked = self._blocks.fork(source, request.num_prompt_tokens - 1)
-            if forked is not None and forked.num_tokens > 0:
-                return forked
-        return self._blocks.match_prefix(request)
 
     # ---- the update ------------------------------------------------------------------------------------------
 

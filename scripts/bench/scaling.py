@@ -49,7 +49,7 @@ def _by_concurrency(model: Any, questions: list[list[int]], new: int) -> str:
 
 
 def _by_context(model: Any, contexts: Sequence[int]) -> str:
-    """Host time of a decode step: all that is done before its tensors are made."""
+    """Host time of a decode step: all but its execution."""
     config = model.config.get_text_config()
     lines = [f"{'context':>16} {'host us a step':>16} {'step ms':>8}   ({_HOST_REQUESTS} requests)"]
     for context in contexts:
@@ -59,10 +59,10 @@ def _by_context(model: Any, contexts: Sequence[int]) -> str:
         engine = _engine(model, prompts, _HOST_STEPS + 1)
         host, steps = [], []
         while engine.has_work:
-            spy, start = StepSpy(engine), time.perf_counter()
-            engine.step()
+            with StepSpy(engine) as spy:
+                engine.step()
             if spy.is_decode:
-                steps.append(time.perf_counter() - start)
+                steps.append(spy.seconds)
                 host.append(spy.scheduling_seconds)
         lines.append(f"{context:16} {statistics.median(host) * 1e6:16.0f} {statistics.median(steps) * 1e3:8.2f}")
         engine.close()
@@ -75,9 +75,10 @@ def _over_time(model: Any, questions: list[list[int]], new: int) -> str:
     while engine.has_work:
         engine.step()
         seen.append((time.perf_counter() - start, engine.stats().generated_tokens))
+    engine.close()
     total, tokens = seen[-1]
-    lines = [f"{len(questions)} prompts x {new} in {total:.0f} s, {tokens / total:.1f} tok/s; by minute:"]
     window = min(_WINDOW_S, total / 3)
+    lines = [f"{len(questions)} prompts x {new} in {total:.0f} s, {tokens / total:.1f} tok/s; by {window:.0f} s:"]
     edges = [window * i for i in range(int(total / window) + 1)]
     counts = [max(count for at, count in seen if at <= edge) for edge in edges]
     rates = [(after - before) / window for before, after in pairwise(counts)]

@@ -1,8 +1,9 @@
 """Where this engine's time goes: per kind of step, per kind of work, against what the machine can do.
 
 A case runs twice, step by step, with the same requests and so with the same steps: once undisturbed for the time of a
-step, once under torch's profiler for the time of its operators. What a forward takes beyond products and attention is
-called element-wise; it includes the dispatch of all operators. Everything outside forward and sampling is scheduling.
+step, once under torch's profiler, in some of its steps, for the time of operators. What a forward takes beyond products
+and attention is called element-wise; it includes the dispatch of all operators and the making of its inputs. Scheduling
+is all that a step does before and after its plan is executed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cb_engine.models import load_model
 
 _GEMM = ("cb_engine::linear", "mkldnn::_linear_pointwise", "aten::addmm", "aten::mm", "aten::linear", "aten::bmm")
 _ATTENTION = ("cb_engine::paged_attention",)
-_PROFILED_STEPS = 40  # of each kind, spread over the run: traces are large
+_PROFILED_DECODES = 40  # spread over the run: traces are large. Prefills are few, and no two alike: all are profiled.
 _GIGA = 1e9
 
 
@@ -100,7 +101,7 @@ def profile_cases(model_name: str, cases: Sequence[Case]) -> str:
 
 def _line(kind: Kind, ceilings: Ceilings) -> str:
     step = kind.seconds / kind.steps
-    parts = {name: seconds / max(1, kind.profiled) for name, seconds in kind.parts.items()}
+    parts = {name: kind.parts[name] / max(1, kind.profiled) for name in ("gemm", "attn", "sample", "sched")}
     forward = step - parts["sample"] - parts["sched"]
     parts["elem"] = max(0.0, forward - parts["gemm"] - parts["attn"])
     shares = " ".join(f"{parts[name] / step:6.1%}" for name in ("gemm", "attn", "elem", "sample", "sched"))
@@ -114,51 +115,57 @@ def _line(kind: Kind, ceilings: Ceilings) -> str:
 
 def _profile(model: Any, case: Case) -> dict[str, Kind]:
     kinds: dict[str, Kind] = defaultdict(Kind)
-    for profiled in (False, True):
-        engine, costs = _engine_with(model, case)
-        steps = 0
-        while engine.has_work:
-            plan = StepSpy(engine)
-            prefills = engine.stats().num_waiting > 0 or case.max_new == 1  # few, and no two alike: all are profiled
-            sampled = profiled and (prefills or steps % max(1, case.max_new // _PROFILED_STEPS) == 0)
-            start = time.perf_counter()
-            if sampled:
-                with profile(activities=[ProfilerActivity.CPU]) as trace:
-                    engine.step()
-            else:
+    names: list[str] = []
+    engine, costs = _engine_with(model, case)
+    while engine.has_work:
+        with StepSpy(engine) as spy:
+            engine.step()
+        names.append("decode" if spy.is_decode else "prefill")
+        kind, (flops, read) = kinds[names[-1]], costs.of(spy.scheduled)
+        kind.steps += 1
+        kind.seconds += spy.seconds
+        kind.flops += flops
+        kind.bytes += read
+    engine.close()
+    engine, _ = _engine_with(model, case)
+    stride = max(1, names.count("decode") // _PROFILED_DECODES)
+    for index, name in enumerate(names):
+        if name == "prefill" or index % stride == 0:
+            with profile(activities=[ProfilerActivity.CPU]) as trace, StepSpy(engine) as spy:
                 engine.step()
-            seconds = time.perf_counter() - start
-            steps += 1
-            kind = kinds["decode" if plan.is_decode else "prefill"]
-            if sampled:
-                _add_parts(kind, trace, plan.scheduling_seconds)
-            elif not profiled:
-                flops, read = costs.of(plan.scheduled)
-                kind.steps += 1
-                kind.seconds += seconds
-                kind.flops += flops
-                kind.bytes += read
-        engine.close()
+            _add_parts(kinds[name], trace, spy.scheduling_seconds)
+        else:
+            engine.step()
+    engine.close()
     return kinds
 
 
 class StepSpy:
-    """Sees the plan of the next step, and how long everything around its execution takes."""
+    """Sees the plan of a step, and how long the step takes with and without its execution."""
 
     def __init__(self, engine: cb_engine.Engine) -> None:
         self.scheduled: Sequence[_Work] = ()
         self.is_decode = False
-        self.scheduling_seconds = 0.0
-        runner = engine._runner
-        execute, start = type(runner).execute, time.perf_counter()
+        self.seconds = self.scheduling_seconds = 0.0
+        self._runner = engine._runner
+        self._executing = 0.0
 
-        def watched(plan: Any) -> Any:
-            before = time.perf_counter() - start
-            self.scheduled, self.is_decode = [_Work.of(item) for item in plan.scheduled], plan.is_decode
-            self.scheduling_seconds = before
-            return execute(runner, plan)
+    def __enter__(self) -> StepSpy:
+        self._runner.execute = self._execute  # type: ignore[method-assign]
+        self._start = time.perf_counter()
+        return self
 
-        runner.execute = watched  # type: ignore[method-assign]
+    def __exit__(self, *details: object) -> None:
+        self.seconds = time.perf_counter() - self._start
+        self.scheduling_seconds = self.seconds - self._executing
+        del self._runner.execute  # the method of its class is seen again
+
+    def _execute(self, plan: Any) -> Any:
+        self.scheduled, self.is_decode = [_Work.of(item) for item in plan.scheduled], plan.is_decode
+        start = time.perf_counter()
+        output = type(self._runner).execute(self._runner, plan)
+        self._executing = time.perf_counter() - start
+        return output
 
 
 def _add_parts(kind: Kind, trace: profile, scheduling: float) -> None:

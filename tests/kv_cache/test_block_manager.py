@@ -81,34 +81,28 @@ def test_a_table_has_one_block_per_started_run_of_tokens_in_every_group():
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (3,)])
-def test_tables_grow_token_by_token_as_they_do_in_chunks(windows: tuple[int | None, ...]):
+def test_tables_grow_token_by_token(windows: tuple[int | None, ...]):
     """Most tokens need nothing new; the others must not be passed over, nor blocks behind a window be kept."""
     manager = make_manager(windows)
-    slow, fast = make_request(range(40)), make_request(range(40))
-    assert run(manager, slow, 20)
-    assert run(manager, fast, 20)
-    while fast.num_remaining_tokens:
-        manager._holdings[slow.request_id].roomy_until = 0
-        assert run(manager, slow, 1)
-        assert run(manager, fast, 1)
-        for a, b in zip(tables(manager, slow), tables(manager, fast), strict=True):
-            assert [block > 0 for block in a] == [block > 0 for block in b]
+    request = make_request(range(40))
+    assert run(manager, request, 20)
+    for position in range(20, 40):
+        assert run(manager, request, 1)
+        for window, table in zip(windows, tables(manager, request), strict=True):
+            first_seen = 0 if window is None else position - window + 1
+            assert [block > 0 for block in table] == [(i + 1) * BS > first_seen for i in range(position // BS + 1)]
 
 
-def test_a_block_that_was_forked_is_copied_before_the_next_token():
+def test_a_fork_never_writes_where_its_source_does():
     manager = make_manager()
     source, sibling = make_request(range(10)), make_request(range(10))
     assert run(manager, source, 5)
-    assert run(manager, source, 1)  # room for two more
+    assert run(manager, source, 1)  # and there is room for two more
     assert run(manager, sibling, 1, manager.fork(source, 6))
     [copy] = manager.take_copies()
-    assert copy.dst == tables(manager, sibling)[0][1]
-    third = make_request(range(10))
-    shared = manager.fork(source, 6)
-    assert manager.allocate(third, 1, shared)
-    manager.free(third)
+    assert copy.dst == tables(manager, sibling)[0][1] != tables(manager, source)[0][1]
     assert run(manager, source, 1)
-    assert tables(manager, source)[0][1] not in tables(manager, sibling)[0]
+    assert manager.take_copies() == ()
 
 
 def test_allocation_is_all_or_nothing_across_groups():
@@ -328,10 +322,13 @@ def test_a_part_must_be_there_in_every_group():
     manager.check()
 
 
-def test_what_is_left_of_a_shared_prefix_without_copies():
-    assert SharedPrefix(6, ((3, 4),)).whole_blocks(BS) == SharedPrefix(4, ((3,),))
-    assert SharedPrefix(8, ((3, 4), (0, 4))).whole_blocks(BS) == SharedPrefix(8, ((3, 4), (0, 4)))
-    assert SharedPrefix(3, ((3,),)).whole_blocks(BS) is None
+def test_what_is_left_of_a_shared_prefix_without_a_copy():
+    manager = make_manager((None, 4))
+    assert manager.without_copy(SharedPrefix(6, ((3, 4), (1, 2)))) == SharedPrefix(4, ((3,), (1,)))
+    assert manager.without_copy(SharedPrefix(8, ((3, 4), (0, 4)))) == SharedPrefix(8, ((3, 4), (0, 4)))
+    assert manager.without_copy(SharedPrefix(3, ((3,), (1,)))) is None
+    # The query at 8 sees 5 to 7, in a block that the window at 11 has passed.
+    assert manager.without_copy(SharedPrefix(11, ((3, 4, 5), (0, 0, 3)))) is None
 
 
 def test_a_hit_shares_the_blocks_and_survives_the_end_of_its_first_holder():

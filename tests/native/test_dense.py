@@ -108,13 +108,23 @@ def test_rows_that_lie_in_any_way(isa: int) -> None:
     (layer,) = linears((32,), 16, torch.bfloat16, False)
     wide = randn(9, 48, dtype=torch.bfloat16)
     unevenly = randn(4, 5, 16, dtype=torch.bfloat16)[:, :3]
-    for x in (wide[:, 16:32], unevenly, unevenly.transpose(0, 1), randn(16, 7, dtype=torch.bfloat16).T):
+    row = randn(2, 1, 16, dtype=torch.bfloat16)
+    expanded = (row.expand(2, 3, 16), row[:1].expand(2, 3, 16), row[:1].expand(3, 5, 16).transpose(0, 1))
+    for x in (wide[:, 16:32], unevenly, unevenly.transpose(0, 1), randn(16, 7, dtype=torch.bfloat16).T, *expanded):
         weight = native([layer])
         assert_close(weight(x), layer(x))
         residual = randn(32, *reversed(x.shape[:-1]), dtype=torch.bfloat16).movedim(0, -1)
         residual = residual.transpose(0, -2) if x.dim() == 3 else residual
         assert_close(weight(x, Epilogue.ADD, residual), residual + layer(x))
         norm = torch.ops.cb_engine.rms_norm(x, torch.ones(16, dtype=torch.bfloat16), 1e-6, 0.0, True)
+        assert_close(norm, F.rms_norm(x.float(), (16,), eps=1e-6).bfloat16())
+
+
+def test_norms_over_heads_that_lie_in_any_way(isa: int) -> None:
+    fused = randn(2, 5, 9, 16, dtype=torch.bfloat16)
+    weight = torch.ones(16, dtype=torch.bfloat16)
+    for x in (fused[:, :, 2:6], fused[0].expand(3, 5, 9, 16), fused[:, :1].expand(2, 5, 9, 16)[:, :, ::2]):
+        norm = torch.ops.cb_engine.rms_norm(x, weight, 1e-6, 0.0, True)
         assert_close(norm, F.rms_norm(x.float(), (16,), eps=1e-6).bfloat16())
 
 

@@ -237,3 +237,25 @@ def test_a_line_of_followers_is_served_in_order():
     assert served == [f"r{index}" for index in range(6)]
     assert rig.scheduler.unfinished() == []
     assert rig.scheduler.counters.prefix_hit_tokens == 5 * 8
+
+
+def test_siblings_of_a_follower_wait_with_it_and_keep_no_seats():
+    rig = Rig(caching=True)
+    rig.add([*range(8), 100], "a")
+    rig.add_group([*range(8), 200], 10)
+    rig.add([50, 51, 52], "other")
+    assert rig.step() == {"a": (0, 9), "other": (0, 3)}
+    rig.drain()
+
+
+def test_nobody_waits_for_the_less_urgent():
+    rig = Rig(caching=True, budget=8)
+    rig.add([*range(16), 100], "low", priority=10)
+    rig.step()
+    rig.add([*range(16), 200], "high", priority=0)
+    assert rig.step() == {"low": (8, 8)}  # it has the budget
+    rig = Rig(caching=True, budget=12, chunk=8)
+    rig.add([*range(16), 100], "low", priority=10)
+    rig.step()
+    rig.add([*range(16), 200], "high", priority=0)
+    assert rig.step() == {"low": (8, 8), "high": (8, 4)}

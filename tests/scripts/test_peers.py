@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
 import compare_peers
 import pytest
+import tiny
 
 from bench import peers
-from bench.peers import FIRST_TOKEN, Case, Measured, agreement, build_cases, pythons_of, run_rounds, to_rows
+from bench.peers import (
+    FIRST_TOKEN,
+    NUM_QUESTIONS,
+    Case,
+    Measured,
+    agreement,
+    build_cases,
+    pythons_of,
+    run_rounds,
+    to_rows,
+)
 from bench.report import Row, Skipped, format_peers
+from bench.step_profile import _profile
 
 CASES = [
     Case("greedy", [[5, 6, 7], [8, 9]], 6),
@@ -52,7 +65,9 @@ def test_an_engine_that_dies_fails_its_rows_and_says_why(tiny_model: Path, tmp_p
     results = run_rounds(str(tiny_model), CASES[:1], {"vllm": str(broken)}, 1, lambda line: None)
     rows = to_rows(results, CASES[:1], ["vllm"])
     assert [row.label for row in rows if isinstance(row, Skipped) and row.failed] == ["greedy", FIRST_TOKEN]
-    assert "greedy, vllm: the process ended with 3: no such engine here" in format_peers(rows, ["vllm"])
+    assert "greedy, vllm: failed in 1 of 1 rounds: the process ended with 3: no such engine here" in format_peers(
+        rows, ["vllm"]
+    )
 
 
 def test_medians_ratios_and_disagreement() -> None:
@@ -86,13 +101,13 @@ def test_outputs_are_compared_with_the_first_engine_where_padded_generate_did_no
 
 
 def test_cases_are_those_of_the_comparison() -> None:
-    questions = [[i] for i in range(160)]
+    questions = [[i] for i in range(NUM_QUESTIONS)]
     cases = {case.label: case for case in build_cases(questions, 1000, quick=False, seed=0)}
     assert [(len(c.prompts), c.n, c.max_new) for c in cases.values()] == [
         *((32, 1, 64), (64, 1, 128), (64, 1, 128), (32, 1, 512), (32, 1, 1024), (8, 8, 128), (1, 1, 128), (16, 1, 1))
     ]
-    greedy = [c.prompts for c in cases.values() if c.label.startswith("gsm8k")]
-    assert [prompt for prompts in greedy for prompt in prompts] == questions, "no prompt is used twice"
+    used = [prompt for case in cases.values() for prompt in case.prompts if len(prompt) == 1]
+    assert used == questions, "no prompt is used twice"
     quick = build_cases(questions, 1000, quick=True, seed=0)
     assert [case.label for case in quick] == list(cases)
     assert max(case.max_new for case in quick) == 16
@@ -111,30 +126,58 @@ def test_interpreters() -> None:
 @pytest.fixture
 def many_questions(tmp_path: Path) -> Path:
     path = tmp_path / "questions.jsonl"
-    path.write_text("".join('{"question": "w1 w2 w3"}\n' for _ in range(160)))
+    path.write_text("".join('{"question": "w1 w2 w3"}\n' for _ in range(NUM_QUESTIONS)))
     return path
 
 
 @pytest.mark.parametrize(
-    ("flag", "expected"),
+    ("flags", "expected"),
     [
-        ("--profile", ["ceilings", "single_128", "decode", "prefill"]),
-        ("--scaling", ["at once", "host us", "by minute"]),
+        (["--profile", "--labels", "single_128"], ["ceilings", "single_128", "decode", "prefill"]),
+        (["--scaling"], ["at once", "host us", "tok/s; by"]),
     ],
 )
 def test_profile_and_scaling(
     tiny_model: Path,
     many_questions: Path,
-    flag: str,
+    flags: list[str],
     expected: list[str],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("bench.scaling._CONTEXTS", (32, 64))
-    args = ["--model", str(tiny_model), "--dataset", str(many_questions), "--quick", "--labels", "single_128", flag]
+    args = ["--model", str(tiny_model), "--dataset", str(many_questions), "--quick", *flags]
     assert compare_peers.main(args) == 0
     printed = capsys.readouterr().out
     assert all(text in printed for text in expected), printed
+
+
+def test_products_and_attention_are_seen_inside_an_operator_for_a_whole_layer() -> None:
+    model = copy.deepcopy(tiny.family("llama")[0])
+    kinds = _profile(model, Case("row", [[5, 6, 7], [8, 9]], 3))
+    assert {name: kind.steps for name, kind in kinds.items()} == {"prefill": 1, "decode": 2}
+    for kind in kinds.values():
+        assert min(kind.parts[name] for name in ("gemm", "attn", "sample", "sched")) > 0
+
+
+@pytest.mark.parametrize(
+    "flags", [["--profile", "--scaling"], ["--profile", "--rounds", "2"], ["--scaling", "--labels", "single_128"]]
+)
+def test_flags_that_would_be_ignored_are_refused(flags: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        compare_peers.main(["--quick", *flags])
+
+
+def test_one_failed_round_fails_the_row() -> None:
+    results = {("greedy", "vllm"): Measured([1.0, 1.0], 0.5, [[7]], failures=["MemoryError: no room"])}
+    (row, _) = to_rows(results, [Case("greedy", [[1]], 1)], ["vllm"])
+    assert isinstance(row, Skipped)
+    assert (row.failed, row.reason) == (True, "failed in 1 of 3 rounds: MemoryError: no room")
+
+
+def test_an_engine_without_a_row_to_run_is_not_started() -> None:
+    results = run_rounds("nowhere", [Case("row", [[1]], 1, skip=("vllm",))], {"vllm": "no such file"}, 1, print)
+    assert results == {}
 
 
 def test_the_command_line_names_what_is_wrong(
@@ -144,7 +187,7 @@ def test_the_command_line_names_what_is_wrong(
     assert compare_peers.main([*base, "--dataset", str(many_questions), "--labels", "other"]) == 2
     assert "unknown label 'other'; known ones: gsm8k_32x64" in capsys.readouterr().err
     assert compare_peers.main([*base, "--dataset", str(questions_file)]) == 2
-    assert "has 5 questions, 160 are needed" in capsys.readouterr().err
+    assert f"has 5 questions, {NUM_QUESTIONS} are needed" in capsys.readouterr().err
     assert compare_peers.main([*base, "--dataset", str(many_questions), "--engines", "vllm"]) == 2
     assert "--vllm-python" in capsys.readouterr().err
 

@@ -2,8 +2,8 @@
 
 A module is replaced only if its program is known (`known.py`) and its stand-in gives the same result on a probe: the
 inputs that the module itself met in a forward of a few tokens, at positions near and far. In the end the whole tree
-has to give the same logits, or nothing is replaced. What does not qualify stays as it is, so every model runs, and the
-common ones run fast.
+has to give the same logits, or nothing is replaced. Stand-ins that attend by themselves do so over a small cache, as
+they will in steps. What does not qualify stays as it is, so every model runs, and the common ones run fast.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from cb_engine.attention.backend import AttentionParams
-from cb_engine.attention.interface import bind
+from cb_engine.attention.backend import AttentionMetadata, KVSpec, NativeInputs
+from cb_engine.attention.interface import StepContext, bind
+from cb_engine.attention.native_backend import NativeBackend
 from cb_engine.device import free_memory
 from cb_engine.runner.fusion.known import fused_attention, fused_layer, fused_mlp, fused_norm
 from cb_engine.runner.fusion.linear import has_native_kernels, is_plain, packed_linear
@@ -69,18 +70,18 @@ def fused_shadow(
         return shadow, Fusion()
     native = has_native_kernels()
     try:
-        expected, calls, params = _probe(shadow, forward)
+        expected, calls, attention = _probe(shadow, forward)
     except Exception:  # a hook of the user's that expects other tokens, for example
         logger.warning("nothing is fused: the model does not run on the probe's tokens", exc_info=True)
         return shadow, Fusion()
     fusion = Fusion()
     if fuse and native:
-        fusion.fused = _fuse_modules(shadow, calls, params, pack)
+        fusion.fused = _fuse_modules(shadow, calls, attention, pack)
     del calls
     if pack:
         _pack_linears(shadow, native)
         fusion.packed_bytes = size - sum(m.weight.nbytes for m in {m for m in shadow.modules() if is_plain(m)})
-    reason = _difference(lambda: forward(shadow), expected, _TREE_TOLERANCE)
+    reason = _difference(lambda: forward(shadow), expected, _CachedAttention(attention.keys), _TREE_TOLERANCE)
     if reason is None:
         return shadow, fusion
     logger.warning("nothing is fused: as a whole, the fused model is not the same: %s", reason)
@@ -100,23 +101,27 @@ def _pack_linears(shadow: nn.Module, native: bool) -> None:
 
 
 def _fuse_modules(
-    shadow: nn.Module, calls: Mapping[nn.Module, _Call], params: Mapping[int, AttentionParams], pack: bool
+    shadow: nn.Module, calls: Mapping[nn.Module, _Call], attention: PlainAttention, pack: bool
 ) -> Counter[str]:
     """Replaces modules, and counts their stand-ins by class."""
     makers: list[Callable[[nn.Module], nn.Module | None]] = [fused_norm]
     if pack:
-        makers += [fused_mlp, lambda module: fused_attention(module, params), fused_layer]
+        makers += [fused_mlp, lambda module: fused_attention(module, attention.params), fused_layer]
+    context = _CachedAttention(attention.keys)
     chosen: dict[nn.Module, nn.Module] = {}
     for parent in reversed(list(shadow.modules())):  # children before parents, whose stand-ins are made of theirs
         for name, child in list(parent.named_children()):
             if child not in chosen:
-                chosen[child] = _stand_in(child, makers, calls.get(child)) or child
+                chosen[child] = _stand_in(child, makers, calls.get(child), context) or child
             parent._modules[name] = chosen[child]
     return Counter(type(new).__name__ for old, new in chosen.items() if new is not old)
 
 
 def _stand_in(
-    module: nn.Module, makers: Sequence[Callable[[nn.Module], nn.Module | None]], call: _Call | None
+    module: nn.Module,
+    makers: Sequence[Callable[[nn.Module], nn.Module | None]],
+    call: _Call | None,
+    context: StepContext,
 ) -> nn.Module | None:
     """A module that has proved to give the same result, or None."""
     if call is None:
@@ -126,7 +131,7 @@ def _stand_in(
         if candidate is None:
             continue
         candidate.train(False)
-        reason = _difference(partial(candidate, *call.args, **call.kwargs), call.output, _TOLERANCE)
+        reason = _difference(partial(candidate, *call.args, **call.kwargs), call.output, context, _TOLERANCE)
         if reason is None:
             return candidate
         logger.warning("%s is not replaced by its fused form: %s", type(module).__name__, reason)
@@ -134,11 +139,11 @@ def _stand_in(
 
 
 def _difference(
-    compute: Callable[[], Any], expected: torch.Tensor, tolerance: Mapping[torch.dtype, float]
+    compute: Callable[[], Any], expected: torch.Tensor, context: StepContext, tolerance: Mapping[torch.dtype, float]
 ) -> str | None:
     """What is wrong with an answer, or None."""
     try:
-        with torch.no_grad(), bind(PlainAttention()):
+        with torch.no_grad(), bind(context):
             answer = _tensor_of(compute())
     except Exception as error:  # whatever it is, the module itself still works
         return f"{type(error).__name__}: {error}"
@@ -149,6 +154,34 @@ def _difference(
     if not worst <= tolerance.get(answer.dtype, 0.0) * largest:
         return f"its output differs by {worst:.2g}, the largest value being {largest:.2g}"
     return None
+
+
+class _CachedAttention(PlainAttention):
+    """A native cache of a block for each layer beside the plain attention of a probe.
+
+    Args:
+        keys: [T, num_kv_heads, head_dim] of each layer, as the probe has seen them.
+    """
+
+    def __init__(self, keys: Mapping[int, torch.Tensor]) -> None:
+        super().__init__()
+        self._seen = dict(keys)
+
+    def native_inputs(self, layer_idx: int) -> NativeInputs | None:
+        """See `StepContext.native_inputs`; all tokens are one request's, in block 1."""
+        backend, key = NativeBackend(), self._seen[layer_idx]
+        num_tokens, num_kv_heads, head_dim = key.shape
+        block_size = backend.preferred_block_size
+        cache = backend.allocate(KVSpec(num_kv_heads, head_dim, key.dtype, block_size), 2, key.device)
+        metadata = AttentionMetadata(
+            slot_mapping=torch.arange(block_size, block_size + num_tokens),
+            block_table=torch.ones(1, 1, dtype=torch.int32),
+            query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32),
+            seq_lens=torch.tensor([num_tokens], dtype=torch.int32),
+            max_query_len=num_tokens,
+            max_seq_len=num_tokens,
+        )
+        return backend.native_inputs(cache, metadata)
 
 
 # ---- the probe ---------------------------------------------------------------------------------------------------
@@ -165,7 +198,7 @@ class _Call:
 
 def _probe(
     shadow: nn.Module, forward: Callable[[nn.Module], torch.Tensor]
-) -> tuple[torch.Tensor, dict[nn.Module, _Call], dict[int, AttentionParams]]:
+) -> tuple[torch.Tensor, dict[nn.Module, _Call], PlainAttention]:
     """Runs the tree once and returns its logits, every module's call, and what attention was given."""
     calls: dict[nn.Module, _Call] = {}
 
@@ -182,7 +215,7 @@ def _probe(
     finally:
         for hook in hooks:
             hook.remove()
-    return logits, calls, attention.params
+    return logits, calls, attention
 
 
 def _tensor_of(output: Any) -> torch.Tensor | None:

@@ -1,21 +1,29 @@
 """Modules that take the place of a model's own on the shadow tree, with the same calls and results.
 
 Each is made from a module whose program is known (`fuse.py` decides that) and rounds where that program rounds. The
-operators are those of `cb_engine/native/dense.cpp`.
+operators are those of `cb_engine/native`; `FusedDecoderLayer` has a twin there, `layer.cpp`, which changes with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from cb_engine.attention.backend import AttentionParams
-from cb_engine.attention.interface import attend, kernel_inputs
-from cb_engine.attention.native_backend import kernel_params
+from cb_engine.attention.backend import AttentionParams, NativeInputs, NativeParams
+from cb_engine.attention.interface import attend, native_inputs
 from cb_engine.runner.fusion.linear import Epilogue, NativeWeight
+
+
+class NormSettings(NamedTuple):
+    """A norm as the native operators take it; without a weight there is none."""
+
+    weight: torch.Tensor | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+    round_first: bool = False
 
 
 class FusedNorm(nn.Module):
@@ -31,7 +39,8 @@ class FusedNorm(nn.Module):
         super().__init__()
         self.weight = weight
         self._norm = torch.ops.cb_engine.rms_norm.default
-        self.settings = (weight, eps, offset, round_first)  # at hand: a module's own parameters take a search
+        # At hand: a module's own parameters take a search.
+        self.settings = NormSettings(weight, eps, offset, round_first)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., dim] to [..., dim]."""
@@ -61,7 +70,7 @@ class FusedAttention(nn.Module):
     Args:
         qkv, out: its weights.
         params: what it hands to the attention function.
-        heads: how many of queries, keys and values.
+        num_heads, num_kv_heads: how many of queries, and of keys and of values.
         q_norm, k_norm: norms over each head, if it has them.
         rotates: False where it knows no positions.
     """
@@ -74,7 +83,8 @@ class FusedAttention(nn.Module):
         *,
         layer_idx: int,
         head_dim: int,
-        heads: Sequence[int],
+        num_heads: int,
+        num_kv_heads: int,
         q_norm: nn.Module | None,
         k_norm: nn.Module | None,
         rotates: bool,
@@ -82,7 +92,8 @@ class FusedAttention(nn.Module):
         super().__init__()
         self._rotary = torch.ops.cb_engine.rotary_.default
         self.qkv, self.out, self.params = qkv, out, params
-        self.layer_idx, self.head_dim, self.heads = layer_idx, head_dim, list(heads)
+        self.layer_idx, self.head_dim = layer_idx, head_dim
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.q_norm, self.k_norm = q_norm, k_norm
         self.rotates = rotates
 
@@ -111,15 +122,17 @@ class FusedAttention(nn.Module):
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
         """Heads side by side, [1, T, heads * head_dim]."""
-        qkv = self.qkv(hidden_states).view(hidden_states.shape[1], -1, self.head_dim)
-        query, key, value = torch.split_with_sizes(qkv, self.heads, dim=1)
-        rotated: tuple[torch.Tensor, ...] = (qkv.narrow(1, 0, self.heads[0] + self.heads[1]),)
+        num_tokens, sizes = hidden_states.shape[1], [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        qkv = self.qkv(hidden_states).view(num_tokens, sum(sizes), self.head_dim)
+        query, key, value = torch.split_with_sizes(qkv, sizes, dim=1)
+        rotated: tuple[torch.Tensor, ...] = (qkv.narrow(1, 0, self.num_heads + self.num_kv_heads),)
         if self.q_norm is not None and self.k_norm is not None:
             rotated = query, key = self.q_norm(query), self.k_norm(key)
         if self.rotates and position_embeddings is not None:
             for heads in rotated:
                 self._rotary(heads, *position_embeddings)
-        return attend(self.layer_idx, query, key, value, self.params).view(1, len(query), -1)
+        attended = attend(self.layer_idx, query, key, value, self.params)
+        return attended.view(1, num_tokens, self.num_heads * self.head_dim)
 
 
 class FusedDecoderLayer(nn.Module):
@@ -139,7 +152,8 @@ class FusedDecoderLayer(nn.Module):
         self.input_layernorm, self.self_attn = input_layernorm, self_attn
         self.post_attention_layernorm, self.mlp = post_attention_layernorm, mlp
         self._layer = torch.ops.cb_engine.decoder_layer.default
-        self._settings = self._layer_settings()
+        # In the operator's own order, at hand for every step; empty if it cannot serve this layer.
+        self._settings = in_order(self._layer, self._layer_settings())
 
     def forward(
         self,
@@ -153,11 +167,9 @@ class FusedDecoderLayer(nn.Module):
     ) -> torch.Tensor:
         """[1, T, dim] to [1, T, dim]."""
         refuse_foreign(attention_mask, cache)
-        inputs = kernel_inputs(self.self_attn.layer_idx) if self._settings is not None else None
-        if self._settings is not None and inputs is not None:
-            cos, sin = (self.self_attn.rotates and position_embeddings) or (None, None)
-            out: torch.Tensor = self._layer(hidden_states, cos, sin, *inputs, *self._settings)
-            return out
+        inputs = native_inputs(self.self_attn.layer_idx) if self._settings else None
+        if inputs is not None:
+            return self._whole(hidden_states, position_embeddings, inputs)
         normed = self.input_layernorm(hidden_states)
         hidden_states = self.self_attn.added_to(hidden_states, normed, position_embeddings)
         normed = self.post_attention_layernorm(hidden_states)
@@ -165,31 +177,54 @@ class FusedDecoderLayer(nn.Module):
             return self.mlp.added_to(hidden_states, normed)
         return hidden_states.add(self.mlp(normed))
 
-    def _layer_settings(self) -> tuple[Any, ...] | None:
-        """What `cb_engine::decoder_layer` takes behind the inputs of a step, or None if a part is not fused."""
-        before, attention, after, mlp = self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp
-        if not (isinstance(before, FusedNorm) and isinstance(after, FusedNorm) and isinstance(mlp, FusedMLP)):
-            return None
-        q_norm, k_norm = map(_settings_of, (attention.q_norm, attention.k_norm))
-        if q_norm is None or k_norm is None or attention.heads[1] != attention.heads[2]:
-            return None
-        return (
-            *before.settings,
-            *(attention.qkv.packed, attention.qkv.bias, attention.heads[0], attention.heads[1], attention.head_dim),
-            *(*q_norm, *k_norm),
-            *kernel_params(attention.params),
-            *(attention.out.packed, attention.out.bias),
-            *after.settings,
-            *(mlp.gate_up.packed, mlp.gate_up.columns, mlp.gate_up.bias, mlp.activation),
-            *(mlp.down.packed, mlp.down.bias),
-        )
+    def _whole(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
+        inputs: NativeInputs,
+    ) -> torch.Tensor:
+        """The same in one operator."""
+        cos = sin = None
+        if position_embeddings is not None and self.self_attn.rotates:
+            cos, sin = position_embeddings
+        out: torch.Tensor = self._layer(hidden_states, cos, sin, *inputs, *self._settings)
+        return out
+
+    def _layer_settings(self) -> dict[str, Any]:
+        """What `cb_engine::decoder_layer` takes beside the inputs of a step; nothing if a part is not fused."""
+        attention, mlp = self.self_attn, self.mlp
+        norms = {"input": self.input_layernorm, "post": self.post_attention_layernorm}
+        norms |= {name: norm for name, norm in (("q", attention.q_norm), ("k", attention.k_norm)) if norm is not None}
+        fused = {name: norm.settings for name, norm in norms.items() if isinstance(norm, FusedNorm)}
+        if len(fused) < len(norms) or not isinstance(mlp, FusedMLP):
+            return {}
+        settings: dict[str, Any] = {
+            "qkv_weight": attention.qkv.packed,
+            "qkv_bias": attention.qkv.bias,
+            "num_heads": attention.num_heads,
+            "num_kv_heads": attention.num_kv_heads,
+            "head_dim": attention.head_dim,
+            "out_weight": attention.out.packed,
+            "out_bias": attention.out.bias,
+            "gate_up_weight": mlp.gate_up.packed,
+            "gate_up_columns": mlp.gate_up.columns,
+            "gate_up_bias": mlp.gate_up.bias,
+            "activation": mlp.activation,
+            "down_weight": mlp.down.packed,
+            "down_bias": mlp.down.bias,
+            **NativeParams.of(attention.params)._asdict(),
+        }
+        for name in ("input", "post", "q", "k"):
+            weight, *rest = fused.get(name, NormSettings())
+            settings[f"{name}_norm"] = weight
+            settings |= zip((f"{name}_eps", f"{name}_offset", f"{name}_round_first"), rest, strict=True)
+        return settings
 
 
-def _settings_of(norm: nn.Module | None) -> tuple[Any, ...] | None:
-    """Those of a norm, or of none at all; None if it is not fused."""
-    if norm is None:
-        return (None, 0.0, 0.0, False)
-    return norm.settings if isinstance(norm, FusedNorm) else None
+def in_order(operator: Any, settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Values of an operator's last arguments, given by name, in the order of its schema."""
+    arguments = operator._schema.arguments
+    return tuple(settings[argument.name] for argument in arguments[len(arguments) - len(settings) :])
 
 
 def refuse_foreign(attention_mask: torch.Tensor | None, cache: object) -> None:

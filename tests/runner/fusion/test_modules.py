@@ -10,15 +10,16 @@ import tiny
 import torch
 
 from cb_engine import Engine, SamplingParams
-from cb_engine.attention.interface import kernel_inputs
+from cb_engine.attention.interface import native_inputs
 from cb_engine.native import build
+from cb_engine.runner.fusion import modules
 from cb_engine.runner.fusion.linear import has_native_kernels
 
 pytestmark = pytest.mark.skipif(
     not (build.load() and has_native_kernels()), reason="the native kernels cannot be built here, or are not chosen"
 )
 
-KERNEL_INPUTS = "cb_engine.runner.fusion.modules.kernel_inputs"
+NATIVE_INPUTS = "cb_engine.runner.fusion.modules.native_inputs"
 LAYERS = 2
 PROMPTS = tiny.make_prompts((1, 7, 30, 12))
 
@@ -42,29 +43,59 @@ def test_one_operator_a_layer(family: str, dtype: torch.dtype, monkeypatch: pyte
     layers: list[int] = []
 
     def counted(layer_idx: int) -> Any:
-        layers.append(layer_idx)
-        return kernel_inputs(layer_idx)
+        inputs = native_inputs(layer_idx)
+        if inputs is not None:
+            layers.append(layer_idx)
+        return inputs
 
-    monkeypatch.setattr(KERNEL_INPUTS, counted)
+    monkeypatch.setattr(NATIVE_INPUTS, counted)
     whole = results(model)
     assert set(layers) == set(range(LAYERS)), "no layer was whole"
-    monkeypatch.setattr(KERNEL_INPUTS, lambda layer_idx: None)
+    monkeypatch.setattr(NATIVE_INPUTS, lambda layer_idx: None)
     assert results(model) == whole
 
 
 def test_layers_with_parts_of_their_own_are_computed_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts instead of an MLP: the operator for the whole layer is not asked for."""
+    """Experts instead of an MLP: the layer is fused, but not into one operator."""
     model = tiny.family("qwen3_moe")[0]
-    monkeypatch.setattr(KERNEL_INPUTS, lambda layer_idx: pytest.fail("not a whole layer"))
+    monkeypatch.setattr(NATIVE_INPUTS, lambda layer_idx: pytest.fail("not a whole layer"))
+    assert Engine(model, eos_token_id=-1).fusion.fused["FusedDecoderLayer"] == LAYERS
     assert all(tokens for tokens, _, _ in results(model))
 
 
-def test_a_batch_of_rows_is_refused() -> None:
-    layer = torch.ops.cb_engine.decoder_layer.default
-    x = torch.zeros(2, 3, 4)
-    nothing = (x, 0.0, 0.0, False)
-    with pytest.raises(ValueError, match=r"hidden must be \[1, T, dim\]"):
-        layer(
-            *(x, None, None, x, x, x, x, x, x, *nothing, x, None, 1, 1, 4, *nothing, *nothing, 1.0, 0, 0.0, None),
-            *(x, None, *nothing, x, 4, None, 2, x, None),
-        )
+def test_a_layer_is_proved_with_the_operator_that_steps_use(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An operator that is called wrongly is found out, and the model's own layers run."""
+    monkeypatch.setattr(modules.FusedDecoderLayer, "_whole", lambda self, hidden_states, *rest: hidden_states)
+    model = tiny.family("llama")[0]
+    assert "FusedDecoderLayer" not in Engine(model, eos_token_id=-1).fusion.fused
+    assert "LlamaDecoderLayer is not replaced" in caplog.text
+
+
+OPERATOR = torch.ops.cb_engine.decoder_layer.default
+X = torch.zeros(1, 3, 4)
+NAMES = [argument.name for argument in OPERATOR._schema.arguments]
+DEFAULTS = {"int": 1, "float": 1.0, "bool": False, "Tensor": X, "Optional[Tensor]": None}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"hidden": torch.zeros(2, 3, 4)}, r"hidden must be \[1, T, dim\]"),
+        ({"cos": X}, "cos and sin come together"),
+        ({"k_norm": X}, "q_norm and k_norm come together"),
+    ],
+)
+def test_arguments_that_make_no_layer_are_refused(given: dict[str, torch.Tensor], message: str) -> None:
+    settings = {argument.name: DEFAULTS[str(argument.type)] for argument in OPERATOR._schema.arguments}
+    with pytest.raises(ValueError, match=message):
+        OPERATOR(*(settings | given).values())
+
+
+def test_settings_are_put_in_the_order_of_the_schema() -> None:
+    names = NAMES[-3:]
+    assert modules.in_order(OPERATOR, dict.fromkeys(reversed(names), 0) | {names[0]: 1}) == (1, 0, 0)
+    assert modules.in_order(OPERATOR, {}) == ()
+    with pytest.raises(KeyError):
+        modules.in_order(OPERATOR, {"no such": 1})
