@@ -121,7 +121,9 @@ class Intake:
                 f"the prompt has {len(token_ids)} tokens and the maximum length is {limit}, which leaves nothing to "
                 "generate; shorten the prompt, or raise max_model_len if it was set below the model's own limit"
             )
-        shortage = self._blocks.capacity_shortage(len(token_ids) + 1, self._config.max_prefill_chunk)
+        # Of one token or none, nothing is computed beyond the prompt.
+        num_tokens = len(token_ids) + (params.max_tokens is None or params.max_tokens > 1)
+        shortage = self._blocks.capacity_shortage(num_tokens, self._config.max_prefill_chunk)
         if shortage is not None:
             raise ValueError(
                 f"the prompt has {len(token_ids)} tokens and needs {shortage[0]} KV blocks of "

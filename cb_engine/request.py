@@ -78,6 +78,8 @@ class Request:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_hit_tokens: int = 0  # of those computed, how many were computed by others
+    may_hit: bool = True  # whether others' blocks are trusted
     first_scheduled_time: float = -1.0
     finished_time: float = -1.0
     finish_reason: FinishReason | None = None

@@ -68,6 +68,7 @@ class _Holding:
     tables: list[list[int]]
     num_hashed_blocks: int = 0  # blocks already offered to the prefix cache
     cacheable: bool = True
+    sources: list[tuple[int, int, bytes]] = field(default_factory=list)  # copied ones: (group, block, its hash)
     # Tokens up to which nothing has to be allocated, copied or given back. Nobody else comes to hold the block that is
     # written meanwhile: a fork that shares it copies it in the same call of `allocate`.
     roomy_until: int = 0
@@ -222,9 +223,12 @@ class BlockManager:
             return 0
         if leader.sampling_params.cache_salt != request.sampling_params.cache_salt:
             return 0
-        num_cached = leader.num_tokens // self.block_size * self.block_size  # full blocks only
-        num_equal = common_prefix_length(leader.token_ids, request.token_ids)
-        return self._worth_sharing(min(num_equal, num_cached, request.num_tokens - 1))
+        num_full = leader.num_tokens // self.block_size * self.block_size  # only full blocks are cached
+        num_equal = min(common_prefix_length(leader.token_ids, request.token_ids), num_full, request.num_tokens - 1)
+        num_shareable = self._worth_sharing(num_equal)
+        # What the leader has computed was there to be hit before, and will not come again.
+        is_coming = leader.num_computed_tokens < -(-num_shareable // self.block_size) * self.block_size
+        return num_shareable if is_coming else 0
 
     def fork(self, source: Request, num_tokens: int) -> SharedPrefix | None:
         """The source's blocks that hold its first `num_tokens` tokens, for a sibling with the same ones.
@@ -295,8 +299,8 @@ class BlockManager:
         holding.num_hashed_blocks = num_full
 
     def free(self, request: Request, *, forget: bool = False) -> None:
-        """Takes back everything the request holds. Full blocks it has cached stay findable, unless `forget` says that
-        their content is not to be trusted."""
+        """Takes back everything the request holds. Full blocks that it has cached or hit stay findable, unless `forget`
+        says that their content is not to be trusted."""
         holding = self._holdings.pop(request.request_id, None)
         if holding is None:
             return
@@ -306,6 +310,8 @@ class BlockManager:
             group.pool.release(table)
             group.dense[holding.row, : len(table)] = NULL_BLOCK_ID
         self._free_rows.append(holding.row)
+        for index, source, block_hash in holding.sources if forget else ():
+            self._groups[index].pool.forget_content(source, block_hash)
 
     def set_weight_version(self, version: int) -> None:
         """From now on blocks belong to other weights: nothing computed before can be hit, and no running request
@@ -371,6 +377,9 @@ class BlockManager:
             last = start // self.block_size
             source, table[last] = table[last], new.pop(0)
             self._copies.append(BlockCopy(index, source, table[last]))
+            block_hash = group.pool.hash_of(source)
+            if block_hash is not None:
+                holding.sources.append((index, source, block_hash))
             group.pool.release([source])
             group.dense[holding.row, last] = table[last]
         group.dense[holding.row, len(table) : len(table) + len(new)] = new
@@ -444,7 +453,7 @@ class BlockManager:
 
     def _may_hit(self, request: Request) -> bool:
         """Prompt logprobs need the logits, hence the computation, of every prompt token."""
-        return self._enable_prefix_caching and request.sampling_params.prompt_logprobs is None
+        return self._enable_prefix_caching and request.may_hit and request.sampling_params.prompt_logprobs is None
 
     def _covers(self, group: _Group, found: Sequence[int | None], length: int) -> bool:
         first = group.first_needed_block(length * self.block_size, self.block_size)

@@ -63,7 +63,11 @@ class BlockPool:
 
     def is_findable(self, block_id: int) -> bool:
         """Whether a prefix can hit the block, so that its content must stay as it is."""
-        return self._blocks[block_id].block_hash is not None
+        return self.hash_of(block_id) is not None
+
+    def hash_of(self, block_id: int) -> bytes | None:
+        """The block's hash while it is findable."""
+        return self._blocks[block_id].block_hash
 
     def allocate(self, count: int) -> list[int]:
         """Hands out `count` blocks with one reference each, evicting cached ones when the free ones run out.
@@ -137,6 +141,15 @@ class BlockPool:
         """Makes held blocks unfindable; whoever holds them goes on."""
         for block_id in block_ids:
             self._forget(self._blocks[block_id])
+
+    def forget_content(self, block_id: int, block_hash: bytes) -> None:
+        """Makes a block unfindable, held or not, if it still has this content."""
+        if self.hash_of(block_id) != block_hash:
+            return
+        self._forget(self._blocks[block_id])
+        if block_id in self._cached:
+            del self._cached[block_id]
+            self._free.append(block_id)
 
     def drop_cache(self) -> None:
         """Forgets all cached content; held blocks stay held."""

@@ -217,8 +217,8 @@ class Scheduler:
                 return 0
         return num_tokens
 
-    def _preempt(self, request: Request) -> None:
-        self._blocks.free(request)
+    def _preempt(self, request: Request, *, forget: bool = False) -> None:
+        self._blocks.free(request, forget=forget)
         self._running.remove(request)
         request.status = Status.PREEMPTED
         request.num_computed_tokens = 0
@@ -296,7 +296,7 @@ class Scheduler:
             request.first_scheduled_time = time.perf_counter()
             self.counters.prefix_hit_tokens += num_known_tokens
         request.status = Status.RUNNING
-        request.num_computed_tokens = num_known_tokens
+        request.num_computed_tokens = request.num_hit_tokens = num_known_tokens
 
     # ---- the update ------------------------------------------------------------------------------------------
 
@@ -320,6 +320,9 @@ class Scheduler:
             request.num_computed_tokens = item.end
             token = output.sampled.get(request.request_id)
             if token is not None and token.failed is not None:
+                if request.num_hit_tokens:
+                    self._try_without_hits(request)
+                    continue
                 request.error = token.failed
                 self.finish(request, "error")
             else:
@@ -331,6 +334,15 @@ class Scheduler:
             if token is not None or request.is_finished:
                 changed.append(request)
         return changed
+
+    def _try_without_hits(self, request: Request) -> None:
+        """Starts a request that failed anew, with nothing that others have computed.
+
+        A prompt that spoils its own keys and values, with NaN in the states of one token, is found out only when it
+        samples. If it ends before, its blocks may be hit, and whoever hits them is not to blame.
+        """
+        request.may_hit = False
+        self._preempt(request, forget=True)
 
     def _append(self, request: Request, token: SampledToken) -> None:
         request.append_token(token.token_id, self._blocks.weight_version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import threading
 import weakref
@@ -437,6 +438,41 @@ class TestOutsideCode:
         )
         assert [o.finish_reason for o in outputs] == ["error", "error", "length"]
         assert outputs[2].generated_tokens == expected([3], 2)
+
+    @pytest.mark.parametrize("shared", [20, 32])
+    def test_a_prompt_of_nan_that_never_samples_fails_nobody(self, shared: int) -> None:
+        """Its blocks may be hit before anybody knows: whoever fails on them is computed again without."""
+        import tiny
+
+        model = copy.deepcopy(tiny.family("llama")[0])
+        with torch.no_grad():
+            model.get_input_embeddings().weight[-1] = float("nan")
+        cb_engine.attach(model)
+        head = [3 + i % 5 for i in range(shared)]
+        bad = [*head, *[tiny.VOCAB - 1] * 50]
+        params = cb_engine.SamplingParams(temperature=0.0, max_tokens=3)
+        right = [tiny.generate(model, [*head, 9 + i], 3) for i in range(3)]
+        with model.continuous_batching_context_manager() as manager:
+            manager.add_request(bad, sampling_params=params.clone(max_tokens=0))
+            bad_output = manager.get_result(timeout=30)
+            assert bad_output is not None
+            assert bad_output.finish_reason == "length"
+            outputs = []
+            for i in range(3):
+                manager.add_request([*head, 9 + i], sampling_params=params, request_id=f"good {i}")
+                outputs.append(manager.get_result(f"good {i}", timeout=30))
+        assert [output and output.finish_reason for output in outputs] == ["length"] * 3
+        assert [output and output.generated_tokens for output in outputs] == right
+
+    @pytest.mark.parametrize("max_tokens", [0, 1])
+    def test_a_prompt_that_just_fits_is_computed(self, max_tokens: int) -> None:
+        """The only token that is sampled is never computed, so it needs no block."""
+        model = FakeModel()
+        cb_engine.attach(model)
+        params = cb_engine.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        config = {"block_size": 4, "num_blocks": 2}
+        (output,) = model.generate_batch([[1] * 8], sampling_params=params, continuous_batching_config=config).values()
+        assert (output.finish_reason, len(output.generated_tokens)) == ("length", max_tokens)
 
     def test_ids_given_by_hand_do_not_meet_those_made_up(self, model: Any) -> None:
         with model.continuous_batching_context_manager() as manager:

@@ -259,3 +259,49 @@ def test_nobody_waits_for_the_less_urgent():
     rig.step()
     rig.add([*range(16), 200], "high", priority=0)
     assert rig.step() == {"low": (8, 8), "high": (8, 4)}
+
+
+def test_nobody_waits_for_what_is_computed_already_and_gone():
+    """The leader's first blocks are behind its window and evicted: they will not come again."""
+    rig = Rig(caching=True, windows=(4,), blocks=12, budget=8, chunk=4)
+    rig.add([*range(40), 100], "leader", max_tokens=1)
+    for _ in range(5):
+        rig.step()
+    rig.blocks.reset_prefix_cache()
+    rig.add([*range(8), 200, 201], "b", max_tokens=1)
+    assert rig.step() == {"leader": (20, 4), "b": (0, 4)}
+
+
+# ---- blocks that turn out to be spoiled --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_common", [8, 6])
+def test_who_fails_on_blocks_of_others_gets_another_try_without_them(num_common: int):
+    """Whole blocks, and part of one that was copied."""
+    rig = Rig(caching=True)
+    rig.add([1, 2, 3, 4, 5, 6, 7, 8, 9], "spoiled", max_tokens=0)
+    rig.step()
+    victim = rig.add([*[1, 2, 3, 4, 5, 6, 7, 8][:num_common], 70, 71], "victim", max_tokens=1)
+    assert rig.schedule() == {"victim": (num_common, 2)}
+    assert rig.answer(failed=["victim"]) == []
+    assert rig.step() == {"victim": (0, num_common + 2)}
+    assert (victim.finish_reason, victim.output_token_ids, victim.num_preemptions) == ("length", [7], 1)
+    rig.add([*[1, 2, 3, 4, 5, 6, 7, 8][:num_common], 80, 81], "next", max_tokens=1)
+    assert rig.step()["next"][0] in (4, num_common), "hits what the victim has computed, or nothing"
+    assert rig.blocks.num_live_blocks == 0
+
+
+def test_who_fails_without_hits_or_twice_has_failed():
+    rig = Rig(caching=True)
+    alone = rig.add([1, 2, 3, 4, 5], "alone")
+    rig.schedule()
+    assert rig.answer(failed=["alone"]) == ["alone"]
+    assert alone.finish_reason == "error"
+    rig.add([1, 2, 3, 4, 5], "first", max_tokens=1)
+    rig.step()
+    second = rig.add([1, 2, 3, 4, 5], "second")
+    rig.schedule()
+    assert rig.answer(failed=["second"]) == []
+    assert rig.schedule() == {"second": (0, 5)}
+    assert rig.answer(failed=["second"]) == ["second"]
+    assert (second.finish_reason, second.error) == ("error", "NaN")

@@ -175,7 +175,8 @@ class EngineMachine(RuleBasedStateMachine):
             prompt_logprobs=options["prompt_logprobs"],
         )
         # The intake turns away what could never fit.
-        fitting = [p for p in prompts if self.blocks.capacity_shortage(len(p) + 1, self.chunk) is None]
+        more = max_tokens > 1
+        fitting = [p for p in prompts if self.blocks.capacity_shortage(len(p) + more, self.chunk) is None]
         requests = []
         for prompt in [p for p in fitting for _ in range(n)]:
             number = len(self.requests)
@@ -238,6 +239,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def step(self, error: int | None = None, failed: int | None = None, gone: int | None = None) -> None:
         self.sound = False  # until the step's end, so that a failure in it is not followed by others in teardown
+        self.shadow.forget_stopped()
         plan = self.scheduler.schedule()
         self.shadow.forget_stopped()
         if not plan.scheduled:
