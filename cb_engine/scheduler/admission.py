@@ -22,8 +22,8 @@ class Admission:
     """See the module docstring.
 
     Attributes:
-        num_followers: how many requests were told to follow. Each keeps its seat for a later step: others that would
-            take it have no hurry that they do not.
+        num_followers: how many requests were told to follow. Each keeps a seat, which others behind it in the queue
+            would take for as long as they generate.
     """
 
     def __init__(self, blocks: BlockManager, running: Iterable[Request]) -> None:

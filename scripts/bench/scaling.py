@@ -14,7 +14,7 @@ from bench.workloads import random_prompts
 from cb_engine.models import load_model
 
 _CONCURRENCY = (1, 8, 64, 256)
-_CONTEXTS = (128, 512, 2048, 8000)
+_CONTEXTS = (128, 512, 2048, 4000)
 _HOST_REQUESTS = 16
 _HOST_STEPS = 20
 _WINDOW_S = 60.0
@@ -56,12 +56,14 @@ def _by_context(model: Any, contexts: Sequence[int]) -> str:
         if context + _HOST_STEPS + 1 > config.max_position_embeddings:
             continue
         prompts = random_prompts(_HOST_REQUESTS, config.vocab_size, context, context)
-        engine = _engine(model, prompts, _HOST_STEPS + 1)
-        host, steps = [], []
-        while engine.has_work:
+        # Long enough that the first request is still there when the last one's prompt is computed.
+        engine = _engine(model, prompts, config.max_position_embeddings - context)
+        host: list[float] = []
+        steps: list[float] = []
+        while len(steps) < _HOST_STEPS and engine.has_work:
             with StepSpy(engine) as spy:
                 engine.step()
-            if spy.is_decode:
+            if spy.is_decode and len(spy.scheduled) == _HOST_REQUESTS:
                 steps.append(spy.seconds)
                 host.append(spy.scheduling_seconds)
         lines.append(f"{context:16} {statistics.median(host) * 1e6:16.0f} {statistics.median(steps) * 1e3:8.2f}")
