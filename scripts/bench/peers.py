@@ -23,6 +23,7 @@ import psutil
 
 from bench.report import Row, Skipped
 from bench.workloads import random_prompts
+from cb_engine.kv_cache.block import common_prefix_length
 
 ENGINES = ("cb_engine", "transformers", "static", "vllm")
 FIRST_TOKEN = "first_token"
@@ -284,7 +285,7 @@ def agreement(results: Results, cases: Sequence[Case], engines: Sequence[str]) -
         theirs = measurements[reference].outputs
         for engine in others:
             measured = measurements[engine]
-            common = [_common_prefix(a, b) for a, b in zip(measured.outputs, theirs, strict=True)]
+            common = [common_prefix_length(a, b) for a, b in zip(measured.outputs, theirs, strict=True)]
             equal = sum(a == b for a, b in zip(measured.outputs, theirs, strict=True))
             steady = "" if measured.repeatable else "; not the same in every round"
             lines.append(
@@ -292,10 +293,6 @@ def agreement(results: Results, cases: Sequence[Case], engines: Sequence[str]) -
                 f"first {statistics.mean(common):.0f} of {case.max_new} tokens on average{steady}"
             )
     return lines
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def pythons_of(engines: Sequence[str], vllm_python: str | None) -> dict[str, str]:
