@@ -1,0 +1,46 @@
+"""How a device runs the functions that a step is made of: forward, sampler, acceptance, drafter.
+
+Owns nothing but the seam. A device with static shapes keeps a piece of compiled code for every kind of call and
+refuses calls it has not seen in warm-up (`static_device.py`); an eager one just calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Executor(Protocol):
+    """All device work of a step goes through `run`, all that the host learns of it through `read`."""
+
+    @property
+    def is_static(self) -> bool:
+        """Whether every call has to have shapes that are known beforehand."""
+
+    def run(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(*args)` on the device.
+
+        Args:
+            name: of the function; together with the shapes of `args` it is the key of compiled code.
+            args: tensors, and tuples, named tuples, lists and dicts of them, which count by shape and dtype; everything
+                else counts by value.
+        """
+
+    def read(self, tensor: torch.Tensor) -> Any:
+        """The tensor's values as Python numbers (`tolist`); waits for the device."""
+
+
+class EagerExecutor:
+    """A device that takes any shape at any time."""
+
+    is_static = False
+
+    def run(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        """See `Executor.run`."""
+        return function(*args)
+
+    def read(self, tensor: torch.Tensor) -> Any:
+        """See `Executor.read`."""
+        return tensor.tolist()
