@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 from cb_engine.hints import WorkloadHints
+from cb_engine.speculative_config import SpeculativeConfig, speculative_config
 
 SchedulerType = Literal["fifo", "prefill_first"]
 RunningPolicy = Literal["recompute", "continue", "abort"]
@@ -39,12 +40,16 @@ class EngineConfig:
         fuse_modules: on the CPU, let native kernels draw tokens, and compute norms, MLPs, attention and whole layers of
             known kinds (uncompiled engines only; all but norms need packed weights); None does so.
         strict_shapes: a padded shape that warm-up has not run is an error rather than run eagerly.
-        attention_backend: "torch", "native", or "auto": native where it can be built.
+        attention_backend: "torch", "native", "static" (plain PyTorch without data-dependent shapes), or "auto": native
+            where it can be built.
         scheduler_type: "fifo" lets decodes go first, "prefill_first" lets prompts.
         max_queue_size: requests that may wait; 0 is unlimited.
         running_on_weight_change: what becomes of running requests when weights change under them.
         return_logprobs: report the log-probability of every sampled token, also where SamplingParams asks for none.
         seed: makes requests without a seed of their own reproducible too, given the order of submission.
+        speculative: a SpeculativeConfig or a dict of its fields, `{"method": "ngram"}` for one; None: no speculation.
+        fake_static_device: run steps as a device with static shapes would, which refuses every shape that warm-up has
+            not run: proves on a CPU what a Gaudi would have to compile. Slow.
     """
 
     block_size: int | None = None
@@ -63,12 +68,14 @@ class EngineConfig:
     pack_weights: bool | None = None
     fuse_modules: bool | None = None
     strict_shapes: bool = False
-    attention_backend: Literal["auto", "torch", "native"] = "auto"
+    attention_backend: Literal["auto", "torch", "native", "static"] = "auto"
     scheduler_type: SchedulerType = "fifo"
     max_queue_size: int = 0
     running_on_weight_change: RunningPolicy = "recompute"
     return_logprobs: bool = False
     seed: int | None = None
+    speculative: SpeculativeConfig | Mapping[str, Any] | None = None
+    fake_static_device: bool = False
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -110,6 +117,22 @@ class EngineConfig:
                 raise ValueError(f"{name}=True is for uncompiled engines: the compiler does this itself")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise TypeError(f"seed must be an integer or None, not {self.seed!r}")
+        object.__setattr__(self, "speculative", speculative_config(self.speculative))
+        if self.fake_static_device:
+            self._check_static()
+
+    def _check_static(self) -> None:
+        """What a device with static shapes cannot have."""
+        wishes = {
+            "compile": self.compile,
+            "compile_prefill": self.compile_prefill,
+            "decode_fast_path=False": self.decode_fast_path is False,
+            "pad_decode_batches=False": self.pad_decode_batches is False,
+            "attention_backend": self.attention_backend not in ("auto", "static"),
+        }
+        for name, wished in wishes.items():
+            if wished:
+                raise ValueError(f"fake_static_device=True excludes {name}: its steps are padded, and of one kind")
 
 
 _COMPILE_OPTIONS = ("backend", "mode", "fullgraph", "options")  # shapes are static: `dynamic` is not a choice
@@ -129,9 +152,10 @@ _FLAGS = (
     "compile_prefill",
     "strict_shapes",
     "return_logprobs",
+    "fake_static_device",
 )
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "attention_backend": ("auto", "torch", "native"),
+    "attention_backend": ("auto", "torch", "native", "static"),
     "scheduler_type": ("fifo", "prefill_first"),
     "running_on_weight_change": ("recompute", "continue", "abort"),
 }
@@ -282,6 +306,8 @@ class ResolvedConfig:
     running_on_weight_change: RunningPolicy
     return_logprobs: bool
     seed: int | None
+    speculative: SpeculativeConfig | None
+    fake_static_device: bool
 
     @property
     def expected_blocks_per_seq(self) -> int:
@@ -333,7 +359,8 @@ def resolve_config(
     max_num_seqs, max_num_batched_tokens = _step_limits(config, hints, device)
     fast_path = config.decode_fast_path is not False
     compiled = config.compile or config.compile_prefill
-    pads = device.pads if config.pad_decode_batches is None else config.pad_decode_batches
+    static = config.fake_static_device
+    pads = static or (device.pads if config.pad_decode_batches is None else config.pad_decode_batches)
     return ResolvedConfig(
         block_size=block_size,
         num_blocks=config.num_blocks,
@@ -346,20 +373,22 @@ def resolve_config(
         enable_prefix_caching=config.enable_prefix_caching,
         decode_fast_path=fast_path,
         pads_decode=fast_path and (pads or config.compile),
-        pads_prefill=device.pads or config.compile_prefill,
+        pads_prefill=device.pads or static or config.compile_prefill,
         compile=config.compile,
         compile_prefill=config.compile_prefill,
         compile_options=config.compile_options,
-        # Both are opaque to the compiler, which has its own ways to the same end.
-        pack_weights=False if compiled else config.pack_weights,
-        fuse_modules=config.fuse_modules is not False and not compiled,
+        # Both are opaque to a compiler, which has its own ways to the same end.
+        pack_weights=False if compiled or static else config.pack_weights,
+        fuse_modules=config.fuse_modules is not False and not compiled and not static,
         strict_shapes=config.strict_shapes,
-        attention_backend=config.attention_backend,
+        attention_backend="static" if static else config.attention_backend,
         scheduler_type=config.scheduler_type,
         max_queue_size=config.max_queue_size,
         running_on_weight_change=config.running_on_weight_change,
         return_logprobs=config.return_logprobs,
         seed=config.seed,
+        speculative=speculative_config(config.speculative),
+        fake_static_device=static,
     )
 
 

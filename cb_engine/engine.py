@@ -3,7 +3,7 @@
 Owns the scheduler, the block manager, the runner and the weight version. Does not know threads, HTTP or callers:
 other threads reach it through `submit`, whose commands are carried out at the next step's edge.
 
-    step():  drain commands -> schedule() -> execute(plan) -> update_from_output -> deliver
+    step():  drain commands -> schedule() -> execute(plan) -> update_from_output -> draft -> deliver
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cb_engine.attention.backend import AttentionBackend
 from cb_engine.attention.selection import select_backend
 from cb_engine.config import EngineConfig, ResolvedConfig, resolve_config, translate_config
 from cb_engine.device import device_defaults, release_host_memory
@@ -30,15 +31,19 @@ from cb_engine.metrics import EngineStats, StepClock, take_stats
 from cb_engine.output_processor import OutputProcessor
 from cb_engine.outputs import GenerationOutput
 from cb_engine.request import Request
+from cb_engine.runner.drafters.source import draft_source
 from cb_engine.runner.forward import Coverage
 from cb_engine.runner.fusion import Fusion, fused_shadow
 from cb_engine.runner.kv_layout import group_layers, size_groups
 from cb_engine.runner.model_runner import ModelRunner, StepFailedError
-from cb_engine.runner.probe import profile_model, run_probe
+from cb_engine.runner.probe import AttentionLayer, profile_model, run_probe
 from cb_engine.runner.shadow import fingerprint, make_shadow
 from cb_engine.sampling_params import SamplingParams
 from cb_engine.scheduler.output import ModelOutput, SchedulerOutput
 from cb_engine.scheduler.scheduler import Scheduler, SchedulerConfig, make_fork_groups
+from cb_engine.speculative.lookup import make_lookup
+from cb_engine.speculative_config import SpeculativeConfig
+from cb_engine.speculator import NoSpeculation, Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -103,18 +108,17 @@ class Engine:
         self._fingerprint = fingerprint(model)
         self._profile = profile_model(model, make_shadow(model))
         translated = translate_config(config)
-        devices = [layer.device for layer in self._profile.layers]
-        dtypes = [layer.dtype for layer in self._profile.layers]
-        backend = select_backend(translated.config.attention_backend, devices, dtypes)
+        backend = _backend_for(translated.config, self._profile.layers)
         self.config: ResolvedConfig = resolve_config(
             translated,
             normalize_hints(hints),
             model_max_len=self._profile.max_model_len,
-            device=device_defaults(devices[0]),
+            device=device_defaults(self._profile.layers[0].device),
             block_size=backend.preferred_block_size,
         )
         shadow = self._build_shadow()  # before the cache is sized: packed weights take memory too
-        groups = group_layers(self._profile.layers)
+        drafts = draft_source(model, shadow, self._profile, self.config)
+        groups = group_layers([*self._profile.layers, *(drafts.layers if drafts else ())])
         pools = size_groups(groups, self.config)
         self._blocks = BlockManager(
             pools,
@@ -132,7 +136,10 @@ class Engine:
             ),
             self._blocks,
         )
-        self._runner = ModelRunner(shadow, self._profile, self.config, backend, groups, pools)
+        self._runner = ModelRunner(
+            shadow, self._profile, self.config, backend, groups, pools, blocks=self._blocks, drafts=drafts
+        )
+        self._speculator = self._make_speculator(self.config.speculative)
         self._processor = OutputProcessor(self._scheduler, tokenizer)
         self._commands: deque[Command] = deque()
         self._ids: set[str] = set()  # submitted and not ended yet
@@ -145,6 +152,19 @@ class Engine:
             vocab_size=self._profile.vocab_size,
             eos_token_id=_model_eos(model) if eos_token_id is None else eos_token_id,
             tokenizer=tokenizer,
+        )
+
+    def _make_speculator(self, settings: SpeculativeConfig | None) -> Speculator | NoSpeculation:
+        if settings is None:
+            return NoSpeculation()
+        drafter = self._runner.drafter
+        return Speculator(
+            self._scheduler,
+            drafter or make_lookup(settings),
+            settings.num_tokens,
+            adaptive=settings.adaptive,
+            costs_time=drafter is not None,
+            fixed_width=self.config.pads_decode,
         )
 
     # ---- work ------------------------------------------------------------------------------------------------
@@ -211,11 +231,13 @@ class Engine:
         if plan.scheduled:
             output = self._execute(plan)
             changed = self._scheduler.update_from_output(plan, output)
+            self._speculator.after_step(plan, output, time.perf_counter() - started)
             self._clock.record(started)
         return self._deliver(self._scheduler.take_ended() + changed)
 
     def _deliver(self, changed: list[Request]) -> list[GenerationOutput]:
         outputs = self._processor.process(changed)
+        self._speculator.forget([request for request in changed if request.is_finished])
         with self._submit_lock:
             self._ids.difference_update(o.request_id for o in outputs if o.is_finished())
         return outputs
@@ -265,9 +287,9 @@ class Engine:
 
     # ---- warm-up and weights ---------------------------------------------------------------------------------
 
-    def warmup(self, progress: Callable[[int, int], None] | None = None) -> int:
+    def warmup(self, progress: Callable[[int, int], None] | None = None, *, compile_only: bool = False) -> int:
         """Runs every padded shape once; see `ModelRunner.warmup`."""
-        return self._runner.warmup(progress)
+        return self._runner.warmup(progress, compile_only=compile_only)
 
     @property
     def num_shapes(self) -> int:
@@ -378,6 +400,11 @@ class Engine:
             RuntimeError: naming the first fault.
         """
         self._blocks.check()
+
+
+def _backend_for(config: EngineConfig, layers: Sequence[AttentionLayer]) -> AttentionBackend:
+    name = "static" if config.fake_static_device else config.attention_backend
+    return select_backend(name, [layer.device for layer in layers], [layer.dtype for layer in layers])
 
 
 def _model_eos(model: nn.Module) -> int | Iterable[int] | None:

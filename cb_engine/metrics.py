@@ -14,7 +14,7 @@ _WINDOW = 64  # steps that the reported step time is the mean of
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot. Counts of tokens and preemptions are totals since the engine was made.
+    """A snapshot. Counts of tokens, drafts and preemptions are totals since the engine was made.
 
     Blocks are summed over all layer groups; `live + cached + free` is every block there is.
     """
@@ -31,6 +31,15 @@ class EngineStats:
     num_steps: int
     step_time_ms: float  # mean of the latest steps, 0 before the first
     weight_version: int
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens that a request gets from a step that verifies drafts of its, on the average: 1 + accepted / drafts."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
 
 class StepClock:
@@ -67,4 +76,8 @@ def take_stats(scheduler: Scheduler, blocks: BlockManager, clock: StepClock) -> 
         num_steps=clock.num_steps,
         step_time_ms=clock.mean_ms,
         weight_version=blocks.weight_version,
+        num_drafts=counters.num_drafts,
+        num_draft_tokens=counters.draft_tokens,
+        num_accepted_tokens=sum(counters.accepted_per_position),
+        accepted_per_position=tuple(counters.accepted_per_position),
     )

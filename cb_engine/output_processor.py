@@ -84,7 +84,7 @@ class OutputProcessor:
             shown, matched = state.stops.feed(delta)
             state.text += shown
         if matched is not None:
-            self._scheduler.stop_on_text(request, matched)
+            self._scheduler.stop_on_text(request, matched, state.num_seen)
         elif request.is_finished:
             state.text += state.stops.flush()  # a beginning of a stop string that will not be completed
         return state.text
@@ -111,6 +111,8 @@ def snapshot(request: Request, text: str | None) -> GenerationOutput:
         num_cached_tokens=request.num_cached_tokens,
         num_preemptions=request.num_preemptions,
         weight_version=list(request.weight_versions),
+        num_draft_tokens=request.num_draft_tokens,
+        num_accepted_tokens=request.num_accepted_tokens,
     )
 
 

@@ -6,7 +6,8 @@ The Scheduler alone changes a Request; everyone else reads. One counter says how
                 0        num_computed_tokens^      num_prompt_tokens    num_tokens
 
 A step computes tokens `num_computed_tokens ..` until the counter has caught up with `num_tokens`; then the last
-row's logits give the next token. Chunked prefill, prefix hits, forks and preemption only move the counter.
+row's logits give the next token. Chunked prefill, prefix hits, forks and preemption only move the counter, and so does
+speculation: a step that verifies drafts computes rows beyond `num_tokens`, and the counter stops at the first wrong one.
 """
 
 from __future__ import annotations
@@ -80,6 +81,9 @@ class Request:
     num_preemptions: int = 0
     num_hit_tokens: int = 0  # of those computed, how many were computed by others
     may_hit: bool = True  # whether others' blocks are trusted
+    draft_token_ids: tuple[int, ...] = ()  # guesses at what follows `token_ids`, for the next step to verify
+    num_draft_tokens: int = 0  # guesses verified so far
+    num_accepted_tokens: int = 0  # and those of them that became output
     first_scheduled_time: float = -1.0
     finished_time: float = -1.0
     finish_reason: FinishReason | None = None
@@ -128,3 +132,13 @@ class Request:
         self.weight_versions.append(weight_version)
         if self.record_timestamps:
             self.timestamps.append(time.perf_counter())
+
+    def drop_tokens_after(self, num_outputs: int) -> int:
+        """Forgets what its last step has generated behind the first `num_outputs` tokens; returns how many that was."""
+        num_dropped = len(self.output_token_ids) - num_outputs
+        per_token = (self.weight_versions, self.timestamps, self.logprobs, self.top_logprobs)
+        for values in (self.output_token_ids, *per_token):
+            del values[num_outputs:]
+        del self.token_ids[self.num_prompt_tokens + num_outputs :]
+        self.num_accepted_tokens -= num_dropped  # the last of a step's tokens is no draft, and is gone first
+        return num_dropped

@@ -83,13 +83,15 @@ class SamplingParams:
     bad_words: Sequence[str | Sequence[int]] = ()
     priority: int = 0  # lower runs sooner
     cache_salt: str | None = None  # requests share cached prefixes only with requests of the same salt
+    speculative: bool = True  # False: this request's tokens are never guessed, where the engine speculates
 
     def __post_init__(self) -> None:
         """Check every field and store it in its one normal form."""
         self._normalise_numbers()
         self._normalise_collections()
-        if type(self.ignore_eos) is not bool:
-            raise TypeError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        for name in ("ignore_eos", "speculative"):
+            if type(getattr(self, name)) is not bool:
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.logprobs_mode not in get_args(LogprobsMode):
             raise ValueError(f"logprobs_mode must be 'processed' or 'raw', got {self.logprobs_mode!r}")
         if self.cache_salt is not None and not isinstance(self.cache_salt, str):

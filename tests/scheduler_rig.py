@@ -94,7 +94,7 @@ class Rig:
             name = item.request.request_id
             if item.samples and name not in (errors or {}):
                 token = (tokens or {}).get(name, 7)
-                sampled[name] = SampledToken(token, failed="NaN" if name in failed else None)
+                sampled[name] = [SampledToken(token, failed="NaN" if name in failed else None)]
             if item.request.sampling_params.prompt_logprobs is not None:
                 targets = [item.start + row + 1 for row in prompt_logprob_rows(item)]
                 prompt_logprobs[name] = [[TokenLogprob(item.request.token_ids[t], -float(t), 1)] for t in targets]

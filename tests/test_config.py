@@ -17,11 +17,12 @@ from cb_engine.config import (
     translate_config,
 )
 from cb_engine.hints import WorkloadHints
+from cb_engine.speculative_config import SpeculativeConfig
 
 # ---- EngineConfig ------------------------------------------------------------------------------------------------
 
 POSITIVE = ["block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_prefill_chunk", "max_model_len"]
-FLAGS = ["enable_prefix_caching", "compile", "compile_prefill", "strict_shapes", "return_logprobs"]
+FLAGS = ["enable_prefix_caching", "compile", "compile_prefill", "strict_shapes", "return_logprobs", "fake_static_device"]
 OPTIONAL_FLAGS = ["decode_fast_path", "pad_decode_batches", "pack_weights", "fuse_modules"]
 CHOICES = ["attention_backend", "scheduler_type", "running_on_weight_change"]
 
@@ -34,6 +35,7 @@ BAD: list[tuple[str, Any]] = [
     *(("max_queue_size", bad) for bad in (-1, None, 1.0, "3", True)),
     *(("seed", bad) for bad in (1.0, "3", True)),
     *(("compile_options", bad) for bad in (None, 5, "mode")),
+    *(("speculative", bad) for bad in ("ngram", {}, {"method": "medusa"}, {"method": "ngram", "k": 3}, 7)),
 ]
 
 
@@ -58,6 +60,7 @@ GOOD: list[tuple[str, Any]] = [
     *(("max_queue_size", good) for good in (0, 7)),
     *(("seed", good) for good in (None, 0, -3, 2**64 - 1)),
     ("compile_options", {"mode": "default"}),
+    *(("speculative", good) for good in (None, SpeculativeConfig(method="ngram"))),
 ]
 
 
@@ -405,6 +408,7 @@ def test_everything_else_is_handed_through():
         "running_on_weight_change": "abort",
         "return_logprobs": True,
         "seed": 5,
+        "speculative": SpeculativeConfig(method="suffix"),
     }
     config = resolved(**fields)
     assert {name: getattr(config, name) for name in fields} == fields

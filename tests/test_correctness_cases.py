@@ -407,7 +407,7 @@ class TestChunkedPrefill:  # 14
                 config = {"block_size": 8, "max_prefill_chunk": chunk, "attention_backend": backend}
                 engine = Engine(model, config=config, hints={"num_requests": 5}, eos_token_id=-1)
                 with torch.inference_mode():
-                    for cache in engine._runner._caches.values():
+                    for cache in engine._runner._caches[False].values():
                         cache.k.fill_(math.nan)
                         cache.v.fill_(math.nan)
                 ids = [engine.add_request(p, GREEDY.clone(max_tokens=6))[0] for p in prompts]

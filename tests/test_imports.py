@@ -15,13 +15,14 @@ ROOT = Path(cb_engine.__file__).parent
 # Top to bottom: a part may import from its own line and from those below.
 LAYERS = (
     {"__init__", "api", "cli", "serve", "rl"},
-    {"engine", "intake", "output_processor"},
+    {"engine", "intake", "output_processor", "speculator"},
     {"scheduler", "runner", "metrics"},
     {"kv_cache", "sampling", "speculative", "attention"},
     {
         "request",
         "sampling_params",
         "config",
+        "speculative_config",
         "hints",
         "device",
         "outputs",
@@ -39,6 +40,10 @@ TORCH_FREE = (
     "cb_engine.kv_cache.block_manager",
     "cb_engine.kv_cache.block_pool",
     "cb_engine.runner.buckets",
+    "cb_engine.speculative_config",
+    "cb_engine.speculative.proposer",
+    "cb_engine.speculative.control",
+    "cb_engine.speculative.lookup",
     "cb_engine.config",
     "cb_engine.hints",
     "cb_engine.request",

@@ -67,7 +67,7 @@ def test_a_snapshot_tells_what_was_done():
     assert (before.live_blocks, before.cached_blocks, before.free_blocks) == (0, 0, 8 + 4)
 
     plan = scheduler.schedule()
-    scheduler.update_from_output(plan, ModelOutput({f"r{i}": SampledToken(7) for i in range(2)}))
+    scheduler.update_from_output(plan, ModelOutput({f"r{i}": [SampledToken(7)] for i in range(2)}))
     stats = take_stats(scheduler, blocks, StepClock())
     # r0 goes on with 2 blocks in each group; r1 has ended and left its first block behind.
     assert (stats.num_running, stats.num_waiting) == (1, 1)
@@ -75,7 +75,7 @@ def test_a_snapshot_tells_what_was_done():
     assert (stats.generated_tokens, stats.prefix_hit_tokens, stats.num_preemptions) == (2, 0, 0)
 
     plan = scheduler.schedule()  # r0's last token, and r2, which hits r0's first block
-    scheduler.update_from_output(plan, ModelOutput({"r0": SampledToken(7), "r2": SampledToken(7)}))
+    scheduler.update_from_output(plan, ModelOutput({"r0": [SampledToken(7)], "r2": [SampledToken(7)]}))
     stats = take_stats(scheduler, blocks, StepClock())
     assert (stats.prefix_hit_tokens, stats.generated_tokens) == (4, 4)
     assert (stats.num_running, stats.weight_version) == (1, 0)
@@ -84,7 +84,7 @@ def test_a_snapshot_tells_what_was_done():
 def test_preemptions_and_the_weight_version_are_told():
     scheduler, blocks = make_scheduler()
     scheduler.add(Request("r", [1, 2, 3], SamplingParams(), max_tokens=5))
-    scheduler.update_from_output(scheduler.schedule(), ModelOutput({"r": SampledToken(7)}))
+    scheduler.update_from_output(scheduler.schedule(), ModelOutput({"r": [SampledToken(7)]}))
     scheduler.change_weights(4, "recompute")
     stats = take_stats(scheduler, blocks, StepClock())
     assert (stats.num_preemptions, stats.weight_version) == (1, 4)

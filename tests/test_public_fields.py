@@ -21,6 +21,7 @@ import cb_engine
 from cb_engine import Engine, EngineConfig, GenerationOutput, SamplingParams, WorkloadHints
 from cb_engine.native import build
 from cb_engine.runner.buckets import StepKind
+from cb_engine.runner.fusion.linear import has_native_kernels
 
 PROMPT = [5, 7, 11, 13, 17]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -124,7 +125,14 @@ SAMPLING: dict[str, Callable[[], None]] = {
     "bad_words": lambda: _differ(tokens(GREEDY.clone(bad_words=[expected(PROMPT, 1)])), tokens(GREEDY)),
     "priority": check_priority,
     "cache_salt": check_cache_salt,
+    "speculative": lambda: _same([drafted(GREEDY.clone(speculative=wanted)) > 0 for wanted in (True, False)], [True, False]),
 }
+
+
+def drafted(params: SamplingParams, **settings: Any) -> int:
+    """Draft tokens of a request whose output repeats itself."""
+    speculative = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False, **settings}
+    return one(params.clone(logit_bias={3: 100.0}), speculative=speculative).num_draft_tokens
 
 
 def _same(a: object, b: object) -> None:
@@ -217,7 +225,7 @@ def check_pack_weights() -> None:
 def check_fuse_modules() -> None:
     model = tiny.make_model("llama")
     counts = [engine_of(model, fuse_modules=wanted).fusion.fused.total() for wanted in (True, False)]
-    assert (counts[0] > 0) == build.load()
+    assert (counts[0] > 0) == has_native_kernels()
     assert counts[1] == 0
 
 
@@ -239,6 +247,15 @@ def check_attention_backend() -> None:
     assert engine_of(attention_backend="torch")._runner._backend.name == "torch"
     with pytest.raises(ValueError, match="attention_backend"):
         EngineConfig(attention_backend="flash")  # type: ignore[arg-type]
+
+
+def check_fake_static_device() -> None:
+    model, prompts, references = tiny.family("llama")
+    engine = engine_of(model, fake_static_device=True, max_num_seqs=2, max_model_len=48)
+    engine.warmup()
+    engine.add_request(prompts[1], SamplingParams(temperature=0.0, max_tokens=tiny.NEW_TOKENS))
+    assert run(engine)["req_0"].generated_tokens == references[1]
+    assert engine._runner.executor.is_static
 
 
 def check_scheduler_type() -> None:
@@ -296,6 +313,8 @@ ENGINE: dict[str, Callable[[], None]] = {
     "fuse_modules": check_fuse_modules,
     "strict_shapes": check_strict_shapes,
     "attention_backend": check_attention_backend,
+    "speculative": lambda: _differ(drafted(GREEDY), 0),
+    "fake_static_device": check_fake_static_device,
     "scheduler_type": check_scheduler_type,
     "max_queue_size": check_max_queue_size,
     "running_on_weight_change": check_running_on_weight_change,

@@ -38,6 +38,7 @@ FULL: dict[str, Any] = {
     "bad_words": ("x", (4, 5)),
     "priority": -1,
     "cache_salt": "tenant",
+    "speculative": False,
 }
 
 
@@ -203,6 +204,8 @@ def test_illegal_values_are_named(name, value):
         ("stop_token_ids", "12"),
         ("stop_token_ids", [1.0]),
         ("ignore_eos", 1),
+        ("speculative", 1),
+        ("speculative", None),
         ("logprobs", True),
         ("prompt_logprobs", "1"),
         ("logit_bias", [1, 2]),

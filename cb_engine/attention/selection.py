@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from cb_engine.attention.backend import AttentionBackend
+from cb_engine.attention.static_backend import StaticBackend
 from cb_engine.attention.torch_backend import TorchBackend
 
 _NATIVE_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
@@ -16,11 +17,14 @@ def select_backend(name: str, devices: Iterable[torch.device], dtypes: Iterable[
     """Returns the backend for layers on these devices, with keys and values of these types.
 
     Args:
-        name: "torch", "native" or "auto": native kernels on a CPU where they can be built, else plain PyTorch.
+        name: "torch", "native", "static" (PyTorch without data-dependent shapes, for devices that replay graphs), or
+            "auto": native kernels on a CPU where they can be built, else plain PyTorch.
 
     Raises:
         ValueError: "native" was asked for and cannot be had.
     """
+    if name == "static":
+        return StaticBackend()
     fits = all(device.type == "cpu" for device in devices) and set(dtypes) <= _NATIVE_DTYPES
     if name == "torch" or (name == "auto" and not fits):
         return TorchBackend()

@@ -66,7 +66,7 @@ class TorchBackend(AttentionBackend):
             positions = metadata.seq_lens[rows].unsqueeze(1).to(torch.int64) - 1
             table = metadata.block_table[rows, :width]
             q = query[rows].unsqueeze(1)
-            out[rows] = _attend(q, cache, table, positions, params).squeeze(1)
+            out[rows] = attend_blocks(q, cache, table, positions, params).squeeze(1)
         for i in range(num_decodes, len(metadata.rows)):
             start, length, total = metadata.rows[i]
             if length == 0 or total == 0:
@@ -75,11 +75,11 @@ class TorchBackend(AttentionBackend):
             positions = torch.arange(total - length, total, device=query.device).unsqueeze(0)
             q = query[start : start + length].unsqueeze(0)
             table = metadata.block_table[i : i + 1, :num_blocks]
-            out[start : start + length] = _attend(q, cache, table, positions, params)[0]
+            out[start : start + length] = attend_blocks(q, cache, table, positions, params)[0]
         return out
 
 
-def _attend(
+def attend_blocks(
     query: torch.Tensor,
     cache: KVCache,
     block_table: torch.Tensor,

@@ -3,10 +3,15 @@
 Owns the one rule that turns a step's true sizes into a shape. Warm-up lists shapes with it and look-up finds them
 with it, so the two cannot drift apart.
 
-    decode    num_seqs sequences of one token, block tables num_blocks wide
-    prefill   width packed tokens of at most num_seqs sequences; the tables have one width, the largest
+    decode         num_seqs sequences of one token, block tables num_blocks wide
+    verify         the same with 1 + k tokens: num_seqs * (1 + k) rows, packed; requests with fewer drafts leave rows over
+    prefill        width packed tokens of at most num_seqs sequences; the tables have one width, the largest
+    draft_prefill  the drafter's pass over a prompt, like prefill
+    draft_first    the drafter's pass over what the target has just verified: num_seqs sequences of at most width tokens
+    draft_next     each further pass: num_seqs sequences of one token
 
-Sizes climb power-of-two ladders whose top, the configured maximum, is always a step of its own.
+The width is 1 or 1 + k and nothing between, however many drafts there are. Sizes climb power-of-two ladders whose top,
+the configured maximum, is always a step of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +27,25 @@ class StepKind(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    VERIFY = "verify"
+    DRAFT_PREFILL = "draft_prefill"
+    DRAFT_FIRST = "draft_first"
+    DRAFT_NEXT = "draft_next"
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether the width is that of the packed row, rather than of each sequence."""
+        return self in (StepKind.PREFILL, StepKind.DRAFT_PREFILL)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has one token, so that row i is sequence i."""
+        return self in (StepKind.DECODE, StepKind.DRAFT_NEXT)
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether it is a drafter's."""
+        return self in (StepKind.DRAFT_PREFILL, StepKind.DRAFT_FIRST, StepKind.DRAFT_NEXT)
 
 
 @dataclass(frozen=True, order=True)
@@ -36,7 +60,7 @@ class Bucket:
     @property
     def num_tokens(self) -> int:
         """Rows of the step's packed tensors."""
-        return self.width if self.kind is StepKind.PREFILL else self.num_seqs * self.width
+        return self.width if self.kind.is_prefill else self.num_seqs * self.width
 
 
 def ladder(top: int, bottom: int = 1) -> tuple[int, ...]:
@@ -57,6 +81,21 @@ def climb(value: int, top: int, bottom: int = 1) -> int:
 
 
 @dataclass(frozen=True)
+class DraftShapes:
+    """What speculation adds to the shapes of an engine.
+
+    Attributes:
+        num_tokens: k.
+        first_width: tokens a sequence has at most in a drafter's first pass; 0: no drafter runs on the device.
+        prefills: whether the drafter passes over prompts too.
+    """
+
+    num_tokens: int
+    first_width: int = 0
+    prefills: bool = False
+
+
+@dataclass(frozen=True)
 class BucketTable:
     """All shapes of an engine.
 
@@ -65,6 +104,7 @@ class BucketTable:
         max_blocks_per_seq: top of the block ladder: the widest table that the workload hints announce.
         pads_decode, pads_prefill: whether steps of the kind are padded; if not, they keep their sizes and none is
             listed.
+        drafts: what speculation adds; None: it is off.
     """
 
     max_num_seqs: int
@@ -72,15 +112,35 @@ class BucketTable:
     max_blocks_per_seq: int
     pads_decode: bool
     pads_prefill: bool
+    drafts: DraftShapes | None = None
+
+    def pads(self, kind: StepKind) -> bool:
+        """Whether steps of this kind have the shape of a listed bucket."""
+        return self.pads_prefill if kind.is_prefill else self.pads_decode
+
+    def width(self, kind: StepKind) -> int:
+        """Tokens that a sequence has at most in a step that is no prefill."""
+        if self.drafts is None or kind.is_decode:
+            return 1
+        return self.drafts.first_width if kind is StepKind.DRAFT_FIRST else 1 + self.drafts.num_tokens
 
     def pad(self, kind: StepKind, num_seqs: int, num_tokens: int, num_blocks: int) -> Bucket:
-        """The shape for a step of these true sizes (`num_tokens` in all, tables `num_blocks` wide)."""
-        if kind is StepKind.DECODE:
-            if not self.pads_decode:
-                return Bucket(kind, num_seqs, 1, num_blocks)
-            return Bucket(kind, climb(num_seqs, self.max_num_seqs), 1, climb(num_blocks, self.max_blocks_per_seq))
-        if not self.pads_prefill:
-            return Bucket(kind, num_seqs, num_tokens, num_blocks)
+        """The shape of a step.
+
+        Args:
+            num_seqs: sequences.
+            num_tokens: tokens of all sequences together.
+            num_blocks: the widest block table of a sequence.
+        """
+        if not self.pads(kind) and not kind.is_prefill and not kind.is_decode:
+            # Ragged rows without a shape of their own take that of a packed row.
+            packed = StepKind.DRAFT_PREFILL if kind.is_draft else StepKind.PREFILL
+            return self.pad(packed, num_seqs, num_tokens, num_blocks)
+        if not self.pads(kind):
+            return Bucket(kind, num_seqs, 1 if kind.is_decode else num_tokens, num_blocks)
+        if not kind.is_prefill:
+            num_seqs = climb(num_seqs, self.max_num_seqs)
+            return Bucket(kind, num_seqs, self.width(kind), climb(num_blocks, self.max_blocks_per_seq))
         return Bucket(
             kind,
             climb(num_seqs, self.max_num_seqs),
@@ -90,13 +150,22 @@ class BucketTable:
 
     def all(self) -> tuple[Bucket, ...]:
         """Every shape that `pad` gives within the limits, largest first."""
-        seqs = ladder(self.max_num_seqs)
-        decode = [Bucket(StepKind.DECODE, s, 1, b) for s in seqs for b in ladder(self.max_blocks_per_seq)]
-        prefill = [
-            Bucket(StepKind.PREFILL, s, t, self.max_blocks_per_seq)
-            for s in seqs
-            for t in ladder(self.max_num_batched_tokens, MIN_PREFILL_TOKENS)
-            if s <= t
-        ]
-        listed = (decode if self.pads_decode else []) + (prefill if self.pads_prefill else [])
+        listed = [bucket for kind in self._kinds() if self.pads(kind) for bucket in self._of_kind(kind)]
         return tuple(sorted(listed, key=lambda b: (b.num_tokens, b.num_seqs, b.num_blocks), reverse=True))
+
+    def _kinds(self) -> tuple[StepKind, ...]:
+        kinds = [StepKind.DECODE, StepKind.PREFILL]
+        if self.drafts is not None:
+            kinds.append(StepKind.VERIFY)
+            kinds += [StepKind.DRAFT_FIRST] * (self.drafts.first_width > 0)
+            kinds += [StepKind.DRAFT_NEXT] * (self.drafts.first_width > 0 and self.drafts.num_tokens > 1)
+            kinds += [StepKind.DRAFT_PREFILL] * self.drafts.prefills
+        return tuple(kinds)
+
+    def _of_kind(self, kind: StepKind) -> list[Bucket]:
+        seqs = ladder(self.max_num_seqs)
+        if not kind.is_prefill:
+            blocks = ladder(self.max_blocks_per_seq)
+            return [Bucket(kind, s, self.width(kind), b) for s in seqs for b in blocks]
+        tokens = ladder(self.max_num_batched_tokens, MIN_PREFILL_TOKENS)
+        return [Bucket(kind, s, t, self.max_blocks_per_seq) for s in seqs for t in tokens if s <= t]

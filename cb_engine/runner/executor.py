@@ -6,10 +6,13 @@ refuses calls it has not seen in warm-up (`static_device.py`); an eager one just
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
+
+from cb_engine.errors import CBEngineError
 
 
 class Executor(Protocol):
@@ -31,11 +34,20 @@ class Executor(Protocol):
     def read(self, tensor: torch.Tensor) -> Any:
         """The tensor's values as Python numbers (`tolist`); waits for the device."""
 
+    def compile_only(self) -> AbstractContextManager[None]:
+        """Within, nothing need be computed, and nothing may be read."""
+
+    def freeze(self) -> None:
+        """Warm-up is over: from now on an unknown call is refused, where shapes are static."""
+
 
 class EagerExecutor:
     """A device that takes any shape at any time."""
 
     is_static = False
+
+    def __init__(self) -> None:
+        self._may_read = True
 
     def run(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         """See `Executor.run`."""
@@ -43,4 +55,18 @@ class EagerExecutor:
 
     def read(self, tensor: torch.Tensor) -> Any:
         """See `Executor.read`."""
+        if not self._may_read:
+            raise CBEngineError("a value was read in compile-only mode")
         return tensor.tolist()
+
+    @contextmanager
+    def compile_only(self) -> Iterator[None]:
+        """See `Executor.compile_only`; everything is computed here."""
+        before, self._may_read = self._may_read, False
+        try:
+            yield
+        finally:
+            self._may_read = before
+
+    def freeze(self) -> None:
+        """See `Executor.freeze`; nothing is compiled here."""

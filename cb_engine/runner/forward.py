@@ -1,7 +1,7 @@
-"""The model's forward, one callable per shape.
+"""A module tree's forward, one callable per shape, and the record of the shapes.
 
-Owns compiled code and the record of which shapes were warmed, used and missed. Does not know requests or caches:
-it takes packed tokens and returns the logits of the wanted rows.
+Owns compiled code, and which shapes were warmed, used and missed. Does not know requests or caches: a forward takes
+packed tokens and returns what its maker decided, the logits of the wanted rows for one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cb_engine.runner.buckets import Bucket, BucketTable, StepKind
 
 logger = logging.getLogger(__name__)
 
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Forward = Callable[..., Any]
 
 
 @dataclass
@@ -37,101 +37,152 @@ class Coverage:
         """Shapes that warm-up has run and no step has needed."""
         return self.warmed - self.used
 
+    def report(self) -> str:
+        """The same as text, a line for each kind of step and each list."""
+        lists = {"used": self.used, "never used": self.never_used, "missed": set(self.missed)}
+        lines = [f"shapes: {len(self.warmed)} captured, {len(self.used)} used, {len(self.missed)} missed"]
+        for name, buckets in lists.items():
+            for kind in sorted({bucket.kind for bucket in buckets}):
+                shapes = sorted(b for b in buckets if b.kind is kind)
+                texts = " ".join(f"{b.num_seqs}x{b.width}/{b.num_blocks}" for b in shapes)
+                lines.append(f"  {name}, {kind} (sequences x width / blocks): {texts}")
+        return "\n".join(lines)
 
-class ForwardTable:
-    """Invariant: after `freeze()` nothing is compiled any more."""
 
-    def __init__(
-        self,
-        shadow: nn.Module,
-        buckets: BucketTable,
-        *,
-        takes_logits_to_keep: bool,
-        compiled_kinds: frozenset[StepKind],
-        compile_options: Mapping[str, Any],
-        strict: bool,
-    ) -> None:
-        self._takes_logits_to_keep = takes_logits_to_keep
+class ShapeGuard:
+    """Lets shapes in before `freeze()`, and only those after it. One for all module trees of an engine."""
+
+    def __init__(self, buckets: BucketTable, *, strict: bool) -> None:
         self._buckets = buckets
-        self._compiled_kinds = compiled_kinds
-        self._compile_options = dict(compile_options)
         self._strict = strict
-        self._compiled: dict[tuple[StepKind, int, int], Forward] = {}  # by (kind, sequences, tokens)
-        self.is_frozen = False
         self.coverage = Coverage()
-        self.set_shadow(shadow)
+        self.is_frozen = False
 
-    def set_shadow(self, shadow: nn.Module) -> None:
-        """Takes a module tree. Code compiled for another one is of no use, so warm-up is open again for it."""
-        self._eager: Forward | None = _forward_of(shadow, self._takes_logits_to_keep)
-        if self._compiled:
-            self._compiled = {}
-            self.coverage = Coverage()
-            self.is_frozen = False
+    def admits(self, bucket: Bucket) -> bool:
+        """Whether a padded step has a shape whose code is there, or may still be made.
 
-    def drop_shadow(self) -> None:
-        """Lets go of the module tree; nothing runs until another one is set."""
-        self._eager = None
-
-    def pads(self, kind: StepKind) -> bool:
-        """Whether steps of this kind have the shape of a listed bucket."""
-        return self._buckets.pads_decode if kind is StepKind.DECODE else self._buckets.pads_prefill
-
-    def get(self, bucket: Bucket, num_logits: int) -> Forward:
-        """The callable for a step of this shape.
-
-        A padded shape that was not warmed before `freeze()` runs eagerly, is counted and warned about once. A step
-        that wants more logits than its bucket has (prompt log-probabilities) is not static and runs eagerly too.
+        A shape that was not warmed before `freeze()` is counted and warned about once.
 
         Raises:
             ShapeNotWarmedError: instead, in strict mode.
         """
-        if self._eager is None:
-            raise EngineStoppedError("the engine was closed; make a new one")
-        if not self.pads(bucket.kind) or num_logits > bucket.num_seqs:
-            return self._eager
+        coverage = self.coverage
         if not self.is_frozen:
-            self.coverage.warmed.add(bucket)
-        elif bucket in self.coverage.warmed:
-            self.coverage.used.add(bucket)
-        else:
-            self._report_miss(bucket)
-            return self._eager
-        if bucket.kind not in self._compiled_kinds:
-            return self._eager
-        # Attention is opaque to compiled code, so the width of the block tables is no part of its shape.
-        shape = (bucket.kind, bucket.num_seqs, bucket.num_tokens)
-        if shape not in self._compiled:
-            self._compiled[shape] = self._compile(self._eager, "_".join(map(str, shape)))
-        return self._compiled[shape]
+            coverage.warmed.add(bucket)
+            return True
+        if bucket in coverage.warmed:
+            coverage.used.add(bucket)
+            return True
+        if self._strict:
+            raise ShapeNotWarmedError(
+                f"{bucket} was not warmed up; give workload_hints that cover it, or leave strict_shapes off"
+            )
+        if not coverage.missed:
+            logger.warning("%s was not warmed up and runs eagerly; workload_hints that cover it avoid this", bucket)
+        coverage.missed[bucket] += 1
+        return False
+
+    def pads(self, kind: StepKind) -> bool:
+        """See `BucketTable.pads`."""
+        return self._buckets.pads(kind)
 
     def freeze(self) -> None:
         """Warm-up is over: from now on an unknown shape is a miss."""
         self.is_frozen = True
 
-    def _report_miss(self, bucket: Bucket) -> None:
-        if self._strict:
-            raise ShapeNotWarmedError(
-                f"{bucket} was not warmed up; give workload_hints that cover it, or leave strict_shapes off"
-            )
-        if not self.coverage.missed:
-            logger.warning("%s was not warmed up and runs eagerly; workload_hints that cover it avoid this", bucket)
-        self.coverage.missed[bucket] += 1
+    def reopen(self) -> None:
+        """What was compiled is gone: warm-up is open again."""
+        self.coverage = Coverage()
+        self.is_frozen = False
+
+    @property
+    def fails_on_recompile(self) -> bool:
+        """Whether compiled code has to be there by now."""
+        return self.is_frozen and self._strict
+
+
+class ForwardTable:
+    """The callables of one module tree. Invariant: after the guard is frozen nothing is compiled any more.
+
+    Args:
+        forward: over the tree.
+        compiled_kinds: the steps that are compiled, each shape apart.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        guard: ShapeGuard,
+        *,
+        compiled_kinds: frozenset[StepKind],
+        compile_options: Mapping[str, Any],
+    ) -> None:
+        self._guard = guard
+        self._compiled_kinds = compiled_kinds
+        self._compile_options = dict(compile_options)
+        self._compiled: dict[tuple[StepKind, int, int], Forward] = {}  # by (kind, sequences, tokens)
+        self._eager: Forward | None = forward
+
+    def set_forward(self, forward: Forward) -> None:
+        """Takes another module tree's. Code compiled for the last one is of no use, so warm-up is open again."""
+        self._eager = forward
+        if self._compiled:
+            self._compiled = {}
+            self._guard.reopen()
+
+    def drop_forward(self) -> None:
+        """Lets go of the module tree; nothing runs until another one is set."""
+        self._eager = None
+
+    def get(self, bucket: Bucket, *, is_static: bool) -> Forward:
+        """The callable for a step of this shape.
+
+        Args:
+            is_static: whether all of its tensors have the bucket's shape; a step that wants more logits (prompt
+                log-probabilities) has not, and runs eagerly.
+
+        Raises:
+            ShapeNotWarmedError: see `ShapeGuard.admits`.
+        """
+        if self._eager is None:
+            raise EngineStoppedError("the engine was closed; make a new one")
+        if not self._guard.pads(bucket.kind) or not is_static:
+            return self._eager
+        if not self._guard.admits(bucket) or bucket.kind not in self._compiled_kinds:
+            return self._eager
+        # Attention is opaque to compiled code, so the width of the block tables is no part of its shape.
+        shape = (bucket.kind, bucket.num_seqs, bucket.num_tokens)
+        if shape not in self._compiled:
+            self._compiled[shape] = self._compile(self._eager, "_".join(map(str, shape)))
+        return self._guarded(self._compiled[shape]) if self._guard.fails_on_recompile else self._compiled[shape]
 
     def _compile(self, eager: Forward, shape: str) -> Forward:
         """Compiles a function of the shape's own: torch keeps compiled code per code object and gives up on one
         with many shapes."""
         name = f"step_{shape}_{id(self):x}"
+        code: types.CodeType = eager.__code__  # type: ignore[attr-defined]
         own = types.FunctionType(
-            eager.__code__.replace(co_name=name),
-            eager.__globals__,
+            code.replace(co_name=name),
+            eager.__globals__,  # type: ignore[attr-defined]
             name,
-            closure=eager.__closure__,
+            closure=eager.__closure__,  # type: ignore[attr-defined]
         )
         return torch.compile(own, dynamic=False, **self._compile_options)
 
+    @staticmethod
+    def _guarded(compiled: Forward) -> Forward:
+        """In strict mode torch itself raises where it would compile once more."""
 
-def _forward_of(shadow: nn.Module, takes_logits_to_keep: bool) -> Forward:
+        def call(*args: Any) -> Any:
+            with torch.compiler.set_stance("fail_on_recompile"):
+                return compiled(*args)
+
+        return call
+
+
+def logits_forward(shadow: nn.Module, *, takes_logits_to_keep: bool) -> Forward:
+    """`(ids [1, T], positions [1, T], wanted [R]) -> logits [R, vocab]` of a causal LM."""
+
     def with_logits_to_keep(ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = shadow(
             input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=wanted

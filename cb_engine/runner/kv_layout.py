@@ -31,6 +31,11 @@ def group_layers(layers: Sequence[AttentionLayer]) -> tuple[LayerGroup, ...]:
     return tuple(LayerGroup(w, tuple(x for x in layers if x.window == w)) for w in windows)
 
 
+def only(groups: Sequence[LayerGroup], *, drafters: bool) -> tuple[LayerGroup, ...]:
+    """The same groups with the drafter's layers alone, or with the target's; some may be empty."""
+    return tuple(LayerGroup(g.window, tuple(x for x in g.layers if x.is_drafters == drafters)) for g in groups)
+
+
 def layer_spec(layer: AttentionLayer, block_size: int) -> KVSpec:
     """The shape of a layer's share of the cache."""
     return KVSpec(layer.num_kv_heads, layer.head_dim, layer.dtype, block_size)

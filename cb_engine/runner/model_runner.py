@@ -1,14 +1,14 @@
 """The only thing that touches the device.
 
-Owns the KV tensors, the forward of every shape and each request's SamplingState. Decides nothing: it executes
-plans, `Bucket -> InputBatch -> attention plan -> forward -> sampler`, and reports what came out.
+Owns the KV tensors, the target's module tree and the drafter that runs beside it. Decides nothing: it executes plans,
+`Bucket -> InputBatch -> attention plan -> forward -> sampler`, and reports what came out.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -16,23 +16,24 @@ from torch import nn
 from torch.profiler import record_function
 
 from cb_engine.attention.backend import AttentionBackend, KVCache
-from cb_engine.attention.interface import bind
 from cb_engine.config import ResolvedConfig
 from cb_engine.errors import CBEngineError, ShapeNotWarmedError
-from cb_engine.kv_cache.block_manager import BlockCopy, KVGroup
+from cb_engine.kv_cache.block_manager import BlockCopy, BlockManager, KVGroup
 from cb_engine.native import build
-from cb_engine.outputs import TokenLogprob
-from cb_engine.request import Request
-from cb_engine.runner.buckets import BucketTable, StepKind
-from cb_engine.runner.forward import Coverage, ForwardTable
-from cb_engine.runner.input_batch import InputBatch, make_input_batch, prompt_logprob_rows
-from cb_engine.runner.kv_layout import LayerGroup, layer_spec
-from cb_engine.runner.logprobs import candidate_entries, prompt_entries
+from cb_engine.runner.buckets import Bucket, BucketTable, DraftShapes, StepKind
+from cb_engine.runner.drafters.chain import ChainDrafter, Passes
+from cb_engine.runner.drafters.source import DraftSource
+from cb_engine.runner.executor import EagerExecutor, Executor
+from cb_engine.runner.forward import Coverage, Forward, ForwardTable, ShapeGuard, logits_forward
+from cb_engine.runner.input_batch import InputBatch, make_input_batch
+from cb_engine.runner.kv_layout import LayerGroup, layer_spec, only
+from cb_engine.runner.paged_model import PagedModel
 from cb_engine.runner.probe import ModelProfile
-from cb_engine.runner.step import PagedStep
-from cb_engine.sampling import Sampler, SamplingState
-from cb_engine.sampling_params import SamplingParams
-from cb_engine.scheduler.output import ModelOutput, SampledToken, ScheduledRequest, SchedulerOutput
+from cb_engine.runner.row_sampler import RowSampler, TokenSampler
+from cb_engine.runner.static_device import FakeStaticDevice, StaticDeviceError
+from cb_engine.sampling import Sampler
+from cb_engine.sampling.static_sampler import StaticSampler
+from cb_engine.scheduler.output import ModelOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,12 @@ class StepFailedError(CBEngineError):
 
 
 class ModelRunner:
-    """Invariant: between two calls no step is bound, and the user's model is as it was."""
+    """Invariant: between two calls no step is bound, and the user's model is as it was.
+
+    Args:
+        groups: all layers, the drafter's included, in the groups of the block tables.
+        drafts: what drafts on the device, if anything does.
+    """
 
     def __init__(
         self,
@@ -52,58 +58,119 @@ class ModelRunner:
         backend: AttentionBackend,
         groups: Sequence[LayerGroup],
         pools: Sequence[KVGroup],
+        *,
+        blocks: BlockManager,
+        drafts: DraftSource | None = None,
     ) -> None:
         self._profile = profile
         self._config = config
         self._backend = backend
         self._groups = groups
-        self._sampler = Sampler(native=config.fuse_modules and profile.output_device.type == "cpu" and build.load())
-        self._states: WeakKeyDictionary[Request, SamplingState] = WeakKeyDictionary()
+        self._drafts = drafts
+        self._drafts_model: PagedModel | None = None
+        self.executor = make_executor(config)
         self.buckets = BucketTable(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_blocks_per_seq=config.expected_blocks_per_seq,
             pads_decode=config.pads_decode,
             pads_prefill=config.pads_prefill,
+            drafts=_draft_shapes(config, drafts),
         )
-        compiled = [StepKind.DECODE] * config.compile + [StepKind.PREFILL] * config.compile_prefill
-        self._forwards = ForwardTable(
-            shadow,
-            self.buckets,
-            takes_logits_to_keep=profile.takes_logits_to_keep,
-            compiled_kinds=frozenset(compiled),
-            compile_options=config.compile_options,
-            strict=config.strict_shapes,
+        self._guard = ShapeGuard(self.buckets, strict=config.strict_shapes or self.executor.is_static)
+        self._allocate(pools)
+        self._target = PagedModel(
+            self._forward_table(self._target_forward(shadow)),
+            only(groups, drafters=False),
+            self._caches[False],
+            backend=backend,
+            executor=self.executor,
+            input_device=profile.input_device,
+            output_device=profile.output_device,
         )
-        self._caches: dict[int, KVCache] = {}
+        self.drafter = None if drafts is None else self._make_drafter(drafts, shadow, blocks)
+        self._sampler = RowSampler(self._make_sampler(), self.executor)
+
+    def _allocate(self, pools: Sequence[KVGroup]) -> None:
+        self._caches: dict[bool, dict[int, KVCache]] = {False: {}, True: {}}  # by whether they are the drafter's
         with torch.inference_mode():
-            for group, pool in zip(groups, pools, strict=True):
+            for group, pool in zip(self._groups, pools, strict=True):
                 for layer in group.layers:
-                    spec = layer_spec(layer, config.block_size)
-                    self._caches[layer.layer_idx] = backend.allocate(spec, pool.num_blocks, layer.device)
+                    spec = layer_spec(layer, self._config.block_size)
+                    cache = self._backend.allocate(spec, pool.num_blocks, layer.device)
+                    self._caches[layer.is_drafters][layer.layer_idx] = cache
+
+    def _make_sampler(self) -> TokenSampler:
+        if self.executor.is_static:
+            return StaticSampler(self.executor.run)
+        on_cpu = self._profile.output_device.type == "cpu"
+        return Sampler(native=self._config.fuse_modules and on_cpu and build.load())
+
+    def _make_drafter(self, drafts: DraftSource, shadow: nn.Module, blocks: BlockManager) -> ChainDrafter:
+        groups = drafts.groups(self._groups)
+        own = any(layer.is_drafters for group in groups for layer in group.layers)
+        input_device, output_device = drafts.devices(self._profile)
+        self._drafts_model = PagedModel(
+            self._forward_table(drafts.forward(shadow)),
+            groups,
+            self._caches[own],
+            backend=self._backend,
+            executor=self.executor,
+            input_device=input_device,
+            output_device=output_device,
+        )
+        return drafts.drafter(
+            Passes(
+                model=self._drafts_model,
+                executor=self.executor,
+                buckets=self.buckets,
+                block_size=self._config.block_size,
+                tables=blocks.block_tables,
+                num_groups=len(self._groups),
+            )
+        )
+
+    def _target_forward(self, shadow: nn.Module) -> Forward:
+        forward = logits_forward(shadow, takes_logits_to_keep=self._profile.takes_logits_to_keep)
+        if self._drafts is None:
+            return forward
+        most = max((bucket.num_tokens for bucket in self.buckets.all()), default=0)
+        return self._drafts.tap(shadow, forward, max(most, self._config.max_num_batched_tokens))
+
+    def _forward_table(self, forward: Forward) -> ForwardTable:
+        config = self._config
+        compiled = [kind for kind in StepKind if (config.compile_prefill if kind.is_prefill else config.compile)]
+        return ForwardTable(
+            forward, self._guard, compiled_kinds=frozenset(compiled), compile_options=config.compile_options
+        )
 
     def drop_shadow(self) -> None:
         """Lets go of the module tree and of all that hangs on it, packed weights for one."""
-        self._forwards.drop_shadow()
+        self._target.forwards.drop_forward()
+        if self._drafts_model is not None:
+            self._drafts_model.forwards.drop_forward()
 
     def set_shadow(self, shadow: nn.Module) -> None:
         """Takes a new module tree over the same layers; the cache stays. Compiled code has to be warmed up again."""
-        self._forwards.set_shadow(shadow)
+        self._target.forwards.set_forward(self._target_forward(shadow))
+        if self._drafts is not None and self._drafts_model is not None:
+            self._drafts_model.forwards.set_forward(self._drafts.forward(shadow))
 
     def close(self) -> None:
         """Lets go of everything on the device."""
         self.drop_shadow()
-        self._caches.clear()
+        for caches in self._caches.values():
+            caches.clear()
 
     @property
     def is_warm(self) -> bool:
         """Whether warm-up has run for the code there is now."""
-        return self._forwards.is_frozen
+        return self._guard.is_frozen
 
     @property
     def coverage(self) -> Coverage:
         """Which padded shapes were warmed, used and missed."""
-        return self._forwards.coverage
+        return self._guard.coverage
 
     # ---- steps -----------------------------------------------------------------------------------------------
 
@@ -116,7 +183,7 @@ class ModelRunner:
 
         Raises:
             StepFailedError: no request could be computed.
-            ShapeNotWarmedError: in strict mode, see `ForwardTable.get`.
+            ShapeNotWarmedError: in strict mode, see `ShapeGuard.admits`.
         """
         self._copy_blocks(plan.block_copies)
         output = self._execute_or_split(plan)
@@ -127,8 +194,8 @@ class ModelRunner:
     def _execute_or_split(self, plan: SchedulerOutput) -> ModelOutput:
         try:
             return self._execute(plan)
-        except ShapeNotWarmedError:
-            raise
+        except (ShapeNotWarmedError, StaticDeviceError):
+            raise  # no request's fault
         except Exception as error:
             if len(plan.scheduled) == 1:
                 request_id = plan.scheduled[0].request.request_id
@@ -143,27 +210,52 @@ class ModelRunner:
         )
 
     def _execute(self, plan: SchedulerOutput) -> ModelOutput:
-        fast = plan.is_decode and self._config.decode_fast_path
-        kind = StepKind.DECODE if fast else StepKind.PREFILL
+        kind = self._kind_of(plan)
         width = plan.block_tables[0].shape[1]
         bucket = self.buckets.pad(kind, len(plan.scheduled), plan.num_tokens, width)
-        static_logits = self._forwards.pads(kind)
+        num_logits = self._num_logits(bucket)
         batch = make_input_batch(
-            plan.scheduled, plan.block_tables, bucket, self._config.block_size, static_logits=static_logits
+            plan.scheduled,
+            plan.block_tables,
+            bucket,
+            self._config.block_size,
+            num_logits=num_logits,
+            static_sizes=self.executor.is_static,
         )
-        return self._sample(plan.scheduled, self._forward(batch))
+        is_static = True
+        if 0 < num_logits < batch.logits_indices.numel():  # prompts whose log-probabilities are wanted
+            is_static = self.executor.is_static
+            batch = batch.with_logits_of_all_rows() if is_static else batch
+        logits = self._forward(batch, is_static=is_static)
+        if self.drafter is not None:
+            self.drafter.observe(plan.scheduled)
+        return self._sample(plan, bucket, logits)
+
+    def _kind_of(self, plan: SchedulerOutput) -> StepKind:
+        if not self._config.decode_fast_path:
+            return StepKind.PREFILL
+        if plan.is_verify:
+            return StepKind.VERIFY
+        return StepKind.DECODE if plan.is_decode else StepKind.PREFILL
+
+    def _num_logits(self, bucket: Bucket) -> int:
+        """How many rows of logits a padded step wants; 0 if it is not padded."""
+        if not self.buckets.pads(bucket.kind):
+            return 0
+        return bucket.num_tokens if bucket.kind is StepKind.VERIFY else bucket.num_seqs
 
     @record_function("cb_engine.forward")  # a name in a profiler's trace
-    def _forward(self, batch: InputBatch) -> torch.Tensor:
+    def _forward(self, batch: InputBatch, *, is_static: bool = True) -> torch.Tensor:
         """Logits [R, vocab] of the batch's wanted rows."""
-        forward = self._forwards.get(batch.bucket, batch.logits_indices.numel())
-        device = self._profile.input_device
-        with bind(PagedStep(self._backend, self._groups, self._caches, batch)):
-            return forward(
-                batch.input_ids.to(device),
-                batch.position_ids.to(device),
-                batch.logits_indices.to(self._profile.output_device),
-            )
+        logits: torch.Tensor = self._target.run(batch, is_static=is_static)
+        return logits
+
+    @record_function("cb_engine.sample")
+    def _sample(self, plan: SchedulerOutput, bucket: Bucket, logits: torch.Tensor) -> ModelOutput:
+        static = self.executor.is_static
+        width = 1 + max(len(item.draft_token_ids) for item in plan.scheduled)
+        shape = (bucket.num_seqs, bucket.width) if static else (len(plan.scheduled), width)
+        return self._sampler.sample(plan.scheduled, logits, self._num_logits(bucket) if static else 0, shape)
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Does the copies in order, as many at once as do not touch each other's blocks."""
@@ -185,84 +277,58 @@ class ModelRunner:
             pairs = torch.tensor(mine, dtype=torch.int64)
             for layer in group.layers:
                 src, dst = pairs.to(layer.device).unbind(1)
-                self._backend.copy_blocks(self._caches[layer.layer_idx], src, dst)
-
-    # ---- sampling --------------------------------------------------------------------------------------------
-
-    @record_function("cb_engine.sample")
-    def _sample(self, scheduled: Sequence[ScheduledRequest], logits: torch.Tensor) -> ModelOutput:
-        """Splits the wanted rows into prompt rows and sampling rows (see `_logits_indices`) and draws tokens."""
-        entries: dict[str, list[list[TokenLogprob]]] = {}
-        sampling: list[ScheduledRequest] = []
-        rows: list[int] = []
-        row = 0
-        for item in scheduled:
-            prompt_rows = len(prompt_logprob_rows(item))
-            if item.request.sampling_params.prompt_logprobs is not None:
-                entries[item.request.request_id] = prompt_entries(item, logits[row : row + prompt_rows])
-            row += prompt_rows
-            if item.samples:
-                sampling.append(item)
-                rows.append(row)
-                row += 1
-        if not sampling:
-            return ModelOutput(prompt_logprobs=entries)
-        wanted = logits[: len(rows)] if rows[-1] == len(rows) - 1 else logits[rows]
-        output = self._sampler(wanted, [self._state_of(item.request) for item in sampling])
-        ids = output.token_ids.tolist()
-        failed = output.failed.tolist()
-        logprobs = None if output.logprobs is None else output.logprobs.tolist()
-        sampled: dict[str, SampledToken] = {}
-        for i, item in enumerate(sampling):
-            request = item.request
-            if failed[i]:
-                token = SampledToken(ids[i], failed=_NOTHING_TO_DRAW)
-            elif logprobs is None or request.sampling_params.logprobs is None:
-                token = SampledToken(ids[i])
-            else:
-                token = SampledToken(ids[i], logprobs[i], candidate_entries(output, i, ids[i], logprobs[i]))
-            sampled[request.request_id] = token
-        return ModelOutput(sampled, entries)
-
-    def _state_of(self, request: Request) -> SamplingState:
-        state = self._states.get(request)
-        if state is None:
-            state = self._states[request] = SamplingState(
-                params=request.sampling_params,
-                seed=request.seed,
-                prompt_token_ids=request.prompt_token_ids,
-                output_token_ids=request.output_token_ids,
-                stop_token_ids=request.stop_token_ids,
-                bad_words_ids=request.bad_words_ids,
-            )
-        return state
+                self._backend.copy_blocks(self._caches[layer.is_drafters][layer.layer_idx], src, dst)
 
     # ---- warm-up ---------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def warmup(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Runs the step's own functions over every listed shape, largest first, then freezes the list.
+    def warmup(self, progress: Callable[[int, int], None] | None = None, *, compile_only: bool = False) -> int:
+        """Runs the step's own functions over every listed shape, largest first, then freezes the list: forward, sampler
+        and acceptance of the target, all passes of the drafter. No value is read from the device.
 
         Args:
             progress: called with (shapes done, shapes in all) after each.
+            compile_only: let the device compile without computing, where it can.
 
         Returns:
             the number of shapes.
         """
         shapes = self.buckets.all()
-        tables = [np.zeros((0, 0), np.int32) for _ in self._groups]
-        for done, bucket in enumerate(shapes, start=1):
-            batch = make_input_batch((), tables, bucket, self._config.block_size, static_logits=True)
-            logits = self._forward(batch)
-            self._sampler(logits[: bucket.num_seqs], [_GREEDY] * bucket.num_seqs)
-            if progress is not None:
-                progress(done, len(shapes))
-        self._forwards.freeze()
+        with self.executor.compile_only() if compile_only else nullcontext():
+            for done, bucket in enumerate(shapes, start=1):
+                if bucket.kind.is_draft:
+                    self._warm_drafter(bucket)
+                else:
+                    self._warm_target(bucket)
+                if progress is not None:
+                    progress(done, len(shapes))
+        self._guard.freeze()
+        self.executor.freeze()
         return len(shapes)
 
+    def _warm_drafter(self, bucket: Bucket) -> None:
+        if self.drafter is not None:
+            self.drafter.warm(bucket)
 
-_NOTHING_TO_DRAW = (
-    "the logits held NaN or infinity, or logit_bias, allowed_token_ids and bad_words together left no token"
-)
+    def _warm_target(self, bucket: Bucket) -> None:
+        tables = [np.zeros((0, 0), np.int32) for _ in self._groups]
+        num_logits = self._num_logits(bucket)
+        static = self.executor.is_static
+        batch = make_input_batch(
+            (), tables, bucket, self._config.block_size, num_logits=num_logits, static_sizes=static
+        )
+        self._sampler.warm(self._forward(batch), num_logits, bucket)
+        if static and bucket.kind is StepKind.PREFILL:  # as if log-probabilities of prompts were wanted
+            self._sampler.warm(self._forward(batch.with_logits_of_all_rows()), num_logits, bucket)
 
-_GREEDY = SamplingState(SamplingParams(temperature=0.0), 0, (), (), frozenset(), ())  # what warm-up samples with
+
+def _draft_shapes(config: ResolvedConfig, drafts: DraftSource | None) -> DraftShapes | None:
+    if config.speculative is None:
+        return None
+    num_tokens = config.speculative.num_tokens
+    return DraftShapes(num_tokens) if drafts is None else drafts.shapes(num_tokens)
+
+
+def make_executor(config: ResolvedConfig) -> Executor:
+    """What runs the functions of a step under these settings."""
+    return FakeStaticDevice() if config.fake_static_device else EagerExecutor()

@@ -34,6 +34,7 @@ class AttentionLayer:
     window: int | None
     dtype: torch.dtype
     device: torch.device
+    is_drafters: bool = False  # a drafter's, which has indices of its own
 
 
 @dataclass(frozen=True)

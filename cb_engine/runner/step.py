@@ -1,4 +1,4 @@
-"""The step that is bound while the shadow tree runs: which cache and which metadata each layer gets."""
+"""The step that is bound while a module tree runs: which cache and which metadata each layer gets."""
 
 from __future__ import annotations
 
@@ -10,6 +10,26 @@ from cb_engine.attention.backend import AttentionBackend, AttentionMetadata, Att
 from cb_engine.runner.input_batch import InputBatch
 from cb_engine.runner.kv_layout import LayerGroup
 
+StepTensors = tuple[dict[str, AttentionMetadata], ...]  # per layer group, by device
+
+
+def step_tensors(groups: Sequence[LayerGroup], batch: InputBatch) -> StepTensors:
+    """A batch's attention metadata, once on every device that a group has layers on."""
+    return tuple(
+        {
+            str(device): AttentionMetadata(
+                slot_mapping=inputs.slot_mapping.to(device, non_blocking=True),
+                block_table=inputs.block_table.to(device, non_blocking=True),
+                query_start_loc=batch.query_start_loc.to(device, non_blocking=True),
+                seq_lens=batch.seq_lens.to(device, non_blocking=True),
+                max_query_len=batch.max_query_len,
+                max_seq_len=batch.max_seq_len,
+            )
+            for device in dict.fromkeys(layer.device for layer in group.layers)
+        }
+        for group, inputs in zip(groups, batch.groups, strict=True)
+    )
+
 
 class PagedStep:
     """Attention of all layers for one step; planned once per group and device, run once per layer."""
@@ -19,26 +39,15 @@ class PagedStep:
         backend: AttentionBackend,
         groups: Sequence[LayerGroup],
         caches: Mapping[int, KVCache],
-        batch: InputBatch,
+        tensors: StepTensors,
     ) -> None:
         self._backend = backend
         self._caches = caches
         self._metadata: dict[int, AttentionMetadata] = {}
-        for group, inputs in zip(groups, batch.groups, strict=True):
-            planned: dict[torch.device, AttentionMetadata] = {}
+        for group, by_device in zip(groups, tensors, strict=True):
+            planned = {device: backend.plan(metadata) for device, metadata in by_device.items()}
             for layer in group.layers:
-                device = layer.device
-                if device not in planned:
-                    metadata = AttentionMetadata(
-                        slot_mapping=inputs.slot_mapping.to(device, non_blocking=True),
-                        block_table=inputs.block_table.to(device, non_blocking=True),
-                        query_start_loc=batch.query_start_loc.to(device, non_blocking=True),
-                        seq_lens=batch.seq_lens.to(device, non_blocking=True),
-                        max_query_len=batch.max_query_len,
-                        max_seq_len=batch.max_seq_len,
-                    )
-                    planned[device] = backend.plan(metadata)
-                self._metadata[layer.layer_idx] = planned[device]
+                self._metadata[layer.layer_idx] = planned[str(layer.device)]
 
     def attend(
         self,

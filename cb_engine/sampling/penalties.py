@@ -18,9 +18,9 @@ from torch import Tensor
 from cb_engine.sampling.blocks import to_device
 from cb_engine.sampling.state import SamplingState
 
-# How many of the last tokens counted are compared with the output before the count is trusted. Speculation
-# takes back a few tokens at most; a request whose output shrank or differs here is counted anew.
-_GUARD = 32
+# How many of the last tokens counted are compared with the output before the count is trusted, and can be taken back:
+# drafts are counted before it is known whether they are right. A request that differs in all of them is counted anew.
+_GUARD = 96
 
 
 class TokenCounts:
@@ -37,20 +37,31 @@ class TokenCounts:
         self._slots = {token_id: slot for slot, token_id in enumerate(unique.tolist())}
         self._tokens = unique
         self._counts = np.zeros(len(unique), dtype=np.int64)
-        self._size = len(unique)
+        self._size = self._num_prompt = len(unique)
+        self._has_gaps = False  # whether a token that was taken back has left a slot without any
         self._seen = 0
         self._guard: list[int] = []
 
-    def follows(self, output: Sequence[int]) -> bool:
-        """Whether `output` begins with the tokens counted so far."""
-        start = self._seen - len(self._guard)
-        return len(output) >= self._seen and list(output[start : self._seen]) == self._guard
+    def follow(self, output: Sequence[int]) -> bool:
+        """Counts the tokens of `output` that are new, and takes back those that it no longer has.
 
-    def extend(self, output: Sequence[int]) -> None:
-        """Count the tokens of `output` that are new."""
+        Returns:
+            False, with the count of no use any more, if it differs by more than is remembered.
+        """
+        start = self._seen - len(self._guard)
+        now = list(output[start : self._seen])
+        num_equal = next((i for i, (a, b) in enumerate(zip(self._guard, now, strict=False)) if a != b), len(now))
+        if num_equal == 0 and start > 0:
+            return False
+        for token_id in self._guard[num_equal:]:
+            self._take_back(token_id)
+        self._seen = start + num_equal
+        self._guard = self._guard[:num_equal]
+        self._extend(output)
+        return True
+
+    def _extend(self, output: Sequence[int]) -> None:
         new = list(output[self._seen :])
-        if not new:
-            return
         for token_id in new:
             if token_id >= self._vocab_size:
                 continue
@@ -60,6 +71,12 @@ class TokenCounts:
             self._counts[slot] += 1
         self._seen += len(new)
         self._guard = (self._guard + new)[-_GUARD:]
+
+    def _take_back(self, token_id: int) -> None:
+        slot = self._slots.get(token_id)
+        if slot is not None:
+            self._counts[slot] -= 1
+            self._has_gaps |= self._counts[slot] == 0 and slot >= self._num_prompt
 
     def _append(self, token_id: int) -> None:
         if self._size == len(self._tokens):
@@ -72,12 +89,20 @@ class TokenCounts:
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
         """The tokens of the request, each once, in no order."""
-        return self._tokens[: self._size]
+        return self._tokens[: self._size][self._occurring]
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
         """How often the output has each of `tokens`."""
-        return self._counts[: self._size]
+        return self._counts[: self._size][self._occurring]
+
+    @property
+    def _occurring(self) -> slice | npt.NDArray[np.bool_]:
+        if not self._has_gaps:
+            return slice(None)
+        occurring: npt.NDArray[np.bool_] = self._counts[: self._size] > 0
+        occurring[: self._num_prompt] = True
+        return occurring
 
 
 class Penalties:
@@ -119,9 +144,13 @@ class Penalties:
         before = flat.index_select(0, index)
         flat.index_copy_(0, index, torch.where(before < 0, before * factor, before / factor) - amount)
 
+    def counts_of(self, state: SamplingState, vocab_size: int) -> TokenCounts:
+        """The tokens of a request, brought up to date; good until its output changes."""
+        return self._table(state, vocab_size)
+
     def _table(self, state: SamplingState, vocab_size: int) -> TokenCounts:
         table = self._counts.get(state)
-        if table is None or not table.follows(state.output_token_ids):
+        if table is None or not table.follow(state.output_token_ids):
             table = self._counts[state] = TokenCounts(state, vocab_size)
-        table.extend(state.output_token_ids)
+            table.follow(state.output_token_ids)
         return table

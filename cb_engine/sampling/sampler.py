@@ -21,6 +21,7 @@ no row's result depends, in any bit, on the other rows of the batch.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,13 @@ from cb_engine.sampling.penalties import Penalties
 from cb_engine.sampling.plan import Group, Plan, Rows, WholeGroup
 from cb_engine.sampling.randomness import uniforms
 from cb_engine.sampling.state import SamplingState
+from cb_engine.sampling_params import SamplingParams
+
+
+_PLANS = 8  # kept: with drafts, how many rows a request has changes from step to step
+
+
+_GREEDY = SamplingState(SamplingParams(temperature=0.0), 0, (), (), frozenset(), ())
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ class Sampler:
     def __init__(self, *, native: bool = False) -> None:
         self._native = native
         self._penalties = Penalties()
-        self._plan: Plan | None = None
+        self._plans: OrderedDict[tuple[int, ...], Plan] = OrderedDict()  # by the identities of their states
 
     @torch.no_grad()
     def __call__(self, logits: Tensor, states: Sequence[SamplingState]) -> SamplerOutput:
@@ -125,10 +133,18 @@ class Sampler:
         logprobs, top = _report(logits, plan, draft)
         return SamplerOutput(draft.token_ids, failed, logprobs, top)
 
+    def warmup(self, logits: Tensor) -> None:
+        """Sample greedily from padding; no value is read. What other requests need compiles nothing."""
+        self(logits, [_GREEDY] * len(logits))
+
     def _plan_for(self, states: Sequence[SamplingState], logits: Tensor) -> Plan:
-        plan = self._plan
+        key = tuple(map(id, states))
+        plan = self._plans.pop(key, None)
         if plan is None or not plan.fits(states, logits.shape[1], logits.device):
-            plan = self._plan = Plan(states, logits.shape[1], logits.device, self._penalties, native=self._native)
+            plan = Plan(states, logits.shape[1], logits.device, self._penalties, native=self._native)
+        self._plans[key] = plan
+        if len(self._plans) > _PLANS:
+            self._plans.popitem(last=False)
         return plan
 
 

@@ -4,6 +4,8 @@ Owns all Requests and their queues, and is alone in changing them. Does not know
 One counter, no modes: a running request gets `num_tokens - num_computed_tokens` tokens, or as many of them as the
 step's budget leaves. Decodes go first, so a long prompt never holds them up; prompts take what is left, in
 chunks; when blocks run out, the latest of the least urgent requests gives its own back and is recomputed later.
+Drafts come last: a step without prompts verifies as many as budget and spare blocks allow, and nobody is preempted,
+or kept waiting, for them.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from cb_engine.request import ForkGroup, Request, Status
 from cb_engine.scheduler.admission import Admission
 from cb_engine.scheduler.output import ModelOutput, SampledToken, ScheduledRequest, SchedulerOutput
 from cb_engine.scheduler.queue import WaitingQueue
+from cb_engine.speculative.proposer import DraftAsk
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,13 @@ class SchedulerCounters:
     prefix_hit_tokens: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    num_drafts: int = 0  # times that drafts of a request were verified
+    draft_tokens: int = 0  # tokens in them
+    accepted_per_position: list[int] = field(default_factory=list)  # how often the i-th of them was right
 
 
 @dataclass
-class _Draft:
+class _Step:
     """A step being planned."""
 
     budget: int  # tokens that may still be added
@@ -72,6 +78,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
         self._running: list[Request] = []
+        self._has_spare = False  # whether requests may hold blocks for drafts alone
         self._ended_outside_step: list[Request] = []
 
     # ---- questions -------------------------------------------------------------------------------------------
@@ -136,12 +143,17 @@ class Scheduler:
         if request.fork_group is not None:
             request.fork_group.members.pop(request.request_id, None)
         request.status = Status.FINISHED
+        request.draft_token_ids = ()
         request.finish_reason, request.stop_reason = reason, stop_reason
         request.finished_time = time.perf_counter()
 
-    def stop_on_text(self, request: Request, stop: str) -> None:
-        """Ends a request whose text holds a stop string. It wins over a length limit met by the same token."""
-        if request.is_finished and request.finish_reason == "length":
+    def stop_on_text(self, request: Request, stop: str, num_tokens: int) -> None:
+        """Ends a request whose text holds a stop string, completed by its `num_tokens`-th token. It wins over a length
+        limit met by the same token, and over whatever ended the request with a later one of the same step."""
+        later = num_tokens < len(request.output_token_ids)
+        if later:
+            self.counters.generated_tokens -= request.drop_tokens_after(num_tokens)
+        if request.is_finished and (later or request.finish_reason == "length"):
             request.finish_reason, request.stop_reason = "stop", stop
         else:
             self.finish(request, "stop", stop)
@@ -174,11 +186,12 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plans one step; an empty plan means that nothing can run now."""
-        draft = _Draft(self.config.max_num_batched_tokens)
-        self._schedule_running(draft)
-        if not draft.preempted:  # taking newcomers in would only preempt again
-            self._schedule_waiting(draft)
-        scheduled = sorted(draft.items.values(), key=lambda s: (s.num_tokens > 1, s.request.sort_key))
+        step = _Step(self.config.max_num_batched_tokens)
+        self._schedule_running(step)
+        if not step.preempted:  # taking newcomers in would only preempt again
+            self._schedule_waiting(step)
+        self._add_drafts(step)
+        scheduled = sorted(step.items.values(), key=_plan_order)
         width = max((-(-s.end // self._blocks.block_size) for s in scheduled), default=0)
         tables = self._blocks.block_tables([s.request for s in scheduled], width)
         return SchedulerOutput(tuple(scheduled), tables, self._blocks.take_copies())
@@ -187,23 +200,25 @@ class Scheduler:
         is_prefill = request.num_remaining_tokens > 1
         return (is_prefill != self.config.prefill_first, request.sort_key)
 
-    def _schedule_running(self, draft: _Draft) -> None:
+    def _schedule_running(self, step: _Step) -> None:
         """Gives running requests their next tokens."""
         for request in sorted(self._running, key=self._step_order):
-            num_tokens = self._chunk(request, request.num_computed_tokens, draft.budget)
+            num_tokens = self._chunk(request, request.num_computed_tokens, step.budget)
             if request.status is not Status.RUNNING or num_tokens <= 0:
                 continue  # preempted by an earlier one in this very loop, or no budget left
-            num_tokens = self._make_room(request, num_tokens, draft)
+            num_tokens = self._make_room(request, num_tokens, step)
             if num_tokens:
-                draft.add(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
+                step.add(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
 
-    def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> int:
+    def _make_room(self, request: Request, num_tokens: int, step: _Step) -> int:
         """Allocates for a running request, preempting others as long as it takes, itself at the last.
 
         Returns:
             the tokens it got room for: fewer than asked if it is alone and the pool holds no more, 0 if it must stop.
         """
         while not self._blocks.allocate(request, num_tokens):
+            if self._take_back_spare(step):
+                continue
             if len(self._running) == 1:
                 num_tokens //= 2
                 if not num_tokens:
@@ -211,7 +226,7 @@ class Scheduler:
                     return 0
                 continue
             victim = max(self._running, key=lambda r: r.sort_key)
-            draft.drop(victim)
+            step.drop(victim)
             self._preempt(victim)
             if victim is request:
                 return 0
@@ -222,6 +237,7 @@ class Scheduler:
         self._running.remove(request)
         request.status = Status.PREEMPTED
         request.num_computed_tokens = 0
+        request.draft_token_ids = ()
         request.num_preemptions += 1
         self.counters.num_preemptions += 1
         self._waiting.push(request)
@@ -231,23 +247,84 @@ class Scheduler:
         self.finish(request, "length", "kv_cache_capacity")
         self._ended_outside_step.append(request)
 
-    def _schedule_waiting(self, draft: _Draft) -> None:
+    def _schedule_waiting(self, step: _Step) -> None:
         """Admits waiting requests in order while sequences, budget and blocks last."""
+        if len(self._waiting):
+            self._take_back_spare(step)
         reserve = len(self._running)
         admission = Admission(self._blocks, self._running)
         for request in self._waiting:
-            if draft.budget <= 0 or len(self._running) + admission.num_followers >= self.config.max_num_seqs:
+            if step.budget <= 0 or len(self._running) + admission.num_followers >= self.config.max_num_seqs:
                 break
             if admission.is_sibling_under_way(request):
                 continue
             shared = admission.shared_prefix(request)
             if admission.follows(request, shared):
                 continue
-            num_tokens = self._admit(request, shared, draft.budget, reserve)
+            num_tokens = self._admit(request, shared, step.budget, reserve)
             if num_tokens == 0:
                 break  # whoever is first in line goes first: no overtaking by smaller requests
             admission.admitted(request)
-            draft.add(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
+            step.add(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
+
+    # ---- drafts ----------------------------------------------------------------------------------------------
+
+    def draftable(self, most: int, *, with_blocks: bool) -> list[DraftAsk]:
+        """The requests whose next step is a decode, in order of urgency, with how many drafts each may be given: at most
+        `most`, and no more than its length leaves.
+
+        Args:
+            with_blocks: whether drafting writes to the cache: each gets blocks for its drafts now, or fewer drafts.
+        """
+        asks: list[DraftAsk] = []
+        for request in sorted(self._running, key=lambda r: r.sort_key):
+            if request.num_remaining_tokens != 1 or not request.sampling_params.speculative:
+                continue
+            # The row behind the last draft gives a token too.
+            left = request.max_tokens - len(request.output_token_ids) - 1
+            room = min(most, left)
+            if with_blocks:
+                room = self._room_for_drafts(request, room)
+            if room > 0:
+                asks.append(DraftAsk(request, room))
+        return asks
+
+    def set_draft(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Gives a request the drafts that its next step may verify."""
+        request.draft_token_ids = tuple(token_ids)
+
+    def _add_drafts(self, step: _Step) -> None:
+        """Lets the requests of a step without prompts verify their drafts, with what is left of budget and blocks."""
+        items = list(step.items.values())
+        if any(item.num_tokens > 1 or not item.samples for item in items):
+            return  # what a prompt makes of the step would not be known beforehand
+        for item in items:
+            drafts = item.request.draft_token_ids[: max(0, step.budget)]
+            drafts = drafts[: self._room_for_drafts(item.request, len(drafts))]
+            if drafts:
+                step.budget -= len(drafts)
+                verified = ScheduledRequest(item.request, item.start, 1 + len(drafts), drafts)
+                step.items[item.request.request_id] = verified
+
+    def _room_for_drafts(self, request: Request, wanted: int) -> int:
+        """How many of `wanted` drafts there are blocks for, which are taken."""
+        if wanted <= 0:
+            return 0
+        if self._blocks.allocate_spare(request, 1 + wanted, reserve=len(self._running)):
+            self._has_spare = True
+            return wanted
+        return max(0, min(wanted, self._blocks.num_roomy_tokens(request) - 1))
+
+    def _take_back_spare(self, step: _Step) -> bool:
+        """Takes all blocks back that are held for drafts alone; whether there were any."""
+        if not self._has_spare:
+            return False
+        self._has_spare = False
+        freed = 0
+        for request in self._running:
+            item = step.items.get(request.request_id)
+            freed += self._blocks.trim(request, item.end if item else request.num_computed_tokens)
+        return freed > 0
 
     def _chunk(self, request: Request, num_computed_tokens: int, budget: int) -> int:
         """Tokens that a request may compute in this step.
@@ -311,29 +388,62 @@ class Scheduler:
             request = item.request
             if request.is_finished:
                 continue  # ended while the step ran: what was computed for it is dropped here
+            request.draft_token_ids = ()
             if request.request_id in output.errors:
                 request.error = output.errors[request.request_id]
                 self.finish(request, "error")
                 changed.append(request)
                 continue
             self._collect_prompt_logprobs(request, item, output)
-            request.num_computed_tokens = item.end
-            token = output.sampled.get(request.request_id)
-            if token is not None and token.failed is not None:
+            tokens = output.sampled.get(request.request_id, ())
+            if tokens and tokens[0].failed is not None:
                 if request.num_hit_tokens:
                     self._try_without_hits(request)
                     continue
-                request.error = token.failed
+                request.num_computed_tokens = item.end - len(item.draft_token_ids)
+                request.error = tokens[0].failed
                 self.finish(request, "error")
             else:
-                self._blocks.cache_computed_blocks(request)
-                if token is not None:
-                    self._append(request, token)
-                elif item.end == request.num_tokens:  # max_tokens == 0: only the prompt was wanted
-                    self.finish(request, "length", "max_tokens")
-            if token is not None or request.is_finished:
+                self._take_in(item, tokens)
+            if tokens or request.is_finished:
                 changed.append(request)
         return changed
+
+    def _take_in(self, item: ScheduledRequest, tokens: Sequence[SampledToken]) -> None:
+        """Moves a request's counter over what is right of the rows it computed, and appends what was sampled.
+
+        rows        [ t  d1  d2  d3 ]
+        sampled       s1  s2  s3         d1 == s1 and d2 == s2 were right, d3 was not: three tokens, two of them drafts;
+        in the cache  t  d1  d2          what d3's row wrote is overwritten by the next step
+        """
+        request = item.request
+        ending = None
+        num_kept = 0
+        for token in tokens:
+            self._append(request, token)
+            num_kept += 1
+            ending = self._ending(request, token.token_id)
+            if ending is not None:
+                break  # what was drafted beyond the end is dropped
+        request.num_computed_tokens = item.end - len(item.draft_token_ids) + max(0, num_kept - 1)
+        if item.draft_token_ids:
+            self._count_drafts(item, len(tokens) - 1, num_kept - 1)
+        self._blocks.cache_computed_blocks(request)
+        if not tokens and item.end == request.num_tokens:  # max_tokens == 0: only the prompt was wanted
+            ending = ("length", "max_tokens")
+        if ending is not None:
+            self.finish(request, *ending)
+
+    def _count_drafts(self, item: ScheduledRequest, num_right: int, num_kept: int) -> None:
+        request, counters = item.request, self.counters
+        request.num_draft_tokens += len(item.draft_token_ids)
+        request.num_accepted_tokens += num_kept
+        counters.num_drafts += 1
+        counters.draft_tokens += len(item.draft_token_ids)
+        positions = counters.accepted_per_position
+        positions.extend([0] * (num_right - len(positions)))
+        for position in range(num_right):
+            positions[position] += 1
 
     def _try_without_hits(self, request: Request) -> None:
         """Starts a request that failed anew, with nothing that others have computed.
@@ -351,11 +461,15 @@ class Scheduler:
             request.logprobs.append(token.logprob)
         if token.top_logprobs is not None:
             request.top_logprobs.append(token.top_logprobs)
+
+    def _ending(self, request: Request, token_id: int) -> tuple[FinishReason, int | str] | None:
+        """Whether and how the token that was just appended ends the request."""
         num_outputs = len(request.output_token_ids)
-        if token.token_id in request.stop_token_ids and num_outputs > request.sampling_params.min_tokens:
-            self.finish(request, "stop", token.token_id)
-        elif num_outputs >= request.max_tokens:
-            self.finish(request, "length", "max_model_len" if request.limited_by_model else "max_tokens")
+        if token_id in request.stop_token_ids and num_outputs > request.sampling_params.min_tokens:
+            return "stop", token_id
+        if num_outputs >= request.max_tokens:
+            return "length", "max_model_len" if request.limited_by_model else "max_tokens"
+        return None
 
     def _collect_prompt_logprobs(self, request: Request, item: ScheduledRequest, output: ModelOutput) -> None:
         """Appends the entries of this chunk that are not known yet (a recomputed prompt gives them again)."""
@@ -367,6 +481,11 @@ class Scheduler:
         # The row at position p predicts the token at p + 1; entry i of this chunk belongs to start + i + 1.
         known = len(request.prompt_logprobs) - (item.start + 1)
         request.prompt_logprobs.extend(entries[known:])
+
+
+def _plan_order(item: ScheduledRequest) -> tuple[bool, tuple[int, int]]:
+    is_chunk = item.num_tokens > 1 and not item.draft_token_ids
+    return is_chunk, item.request.sort_key
 
 
 def make_fork_groups(requests: Sequence[Request]) -> None:

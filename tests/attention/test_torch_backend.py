@@ -104,13 +104,13 @@ def test_a_wide_table_is_read_only_as_far_as_it_is_used(monkeypatch: pytest.Monk
     cache.k.normal_(generator=generator)
     cache.v.normal_(generator=generator)
     gathered: list[int] = []
-    attend = torch_backend._attend
+    attend = torch_backend.attend_blocks
 
     def spy(q: torch.Tensor, c: KVCache, table: torch.Tensor, *args: Any) -> torch.Tensor:
         gathered.append(table.numel())
         return attend(q, c, table, *args)
 
-    monkeypatch.setattr(torch_backend, "_attend", spy)
+    monkeypatch.setattr(torch_backend, "attend_blocks", spy)
     outs = []
     q = torch.randn(3, 1, 4, generator=generator)
     for width, limit in ((2, 1 << 17), (500, 1 << 17), (500, 8)):

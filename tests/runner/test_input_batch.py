@@ -97,11 +97,11 @@ def test_static_logits_pad_the_wanted_rows_to_the_number_of_sequences():
     items = [item(range(3), 2, 1), item(range(9), 0, 4)]
     bucket = Bucket(StepKind.PREFILL, 4, 16, 3)
     tables = [[[1, 0, 0], [2, 0, 0]]]
-    assert pack(items, tables, bucket, static_logits=True).logits_indices.tolist() == [0, 0, 0, 0]
+    assert pack(items, tables, bucket, num_logits=4).logits_indices.tolist() == [0, 0, 0, 0]
     assert pack(items, tables, bucket).logits_indices.tolist() == [0]
     # More rows than sequences, for prompt logprobs, are never cut.
     many = [item(range(9), 0, 9, prompt_logprobs=0)]
-    assert pack(many, [[[1, 2, 3]]], bucket, static_logits=True).logits_indices.tolist() == list(range(9))
+    assert pack(many, [[[1, 2, 3]]], bucket, num_logits=4).logits_indices.tolist() == list(range(9))
 
 
 def test_a_warm_up_step_is_padding_alone():

@@ -170,12 +170,17 @@ def test_a_plan_is_kept_for_the_same_states_in_the_same_order():
     states = [state(temperature=0), state(top_k=3), state()]
     sampler = make_sampler()
     sampler(logits, states)
-    plan = sampler._plan
+    (plan,) = sampler._plans.values()
     sampler(logits, list(states))
-    assert sampler._plan is plan
+    assert list(sampler._plans.values()) == [plan]
     for others in ([*states[:2], state()], states[::-1], states[:2]):
         sampler(logits[: len(others)], others)
-        assert sampler._plan is not plan
+        assert list(sampler._plans.values())[-1] is not plan
+    sampler(logits, states)
+    assert list(sampler._plans.values())[-1] is plan
+    for _ in range(20):
+        sampler(logits[:1], [state()])
+    assert plan not in sampler._plans.values(), "a plan holds its states, and is not kept for ever"
 
 
 def test_a_strided_view_of_logits():

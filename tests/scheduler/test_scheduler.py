@@ -397,7 +397,7 @@ def test_a_stop_string_wins_over_a_length_met_by_the_same_token():
     request = rig.add(3, max_tokens=1)
     rig.step()
     assert request.finish_reason == "length"
-    rig.scheduler.stop_on_text(request, "END")
+    rig.scheduler.stop_on_text(request, "END", 1)
     assert (request.finish_reason, request.stop_reason) == ("stop", "END")
 
 
@@ -405,12 +405,12 @@ def test_a_stop_string_ends_a_running_request_and_leaves_other_ends_alone():
     rig = Rig()
     a, b, c = rig.add(3, "a"), rig.add(3, "b"), rig.add(3, "c")
     rig.step({"b": EOS})
-    rig.scheduler.stop_on_text(a, "END")
+    rig.scheduler.stop_on_text(a, "END", 1)
     assert (a.finish_reason, a.stop_reason) == ("stop", "END")
-    rig.scheduler.stop_on_text(b, "END")
+    rig.scheduler.stop_on_text(b, "END", 1)
     assert b.stop_reason == EOS
     rig.scheduler.abort("c")
-    rig.scheduler.stop_on_text(c, "END")
+    rig.scheduler.stop_on_text(c, "END", 1)
     assert (c.finish_reason, c.stop_reason) == ("abort", None)
     assert rig.blocks.num_live_blocks == 0
 
@@ -586,7 +586,7 @@ def test_logprobs_and_counters_are_recorded_per_token():
     for value in (-0.5, -0.25):
         rig.schedule()
         entry = [TokenLogprob(7, value, 1)]
-        rig.scheduler.update_from_output(rig.plan, ModelOutput({"a": SampledToken(7, value, entry)}))
+        rig.scheduler.update_from_output(rig.plan, ModelOutput({"a": [SampledToken(7, value, entry)]}))
     assert request.logprobs == [-0.5, -0.25]
     assert [e[0].logprob for e in request.top_logprobs] == [-0.5, -0.25]
     counters = rig.scheduler.counters

@@ -218,7 +218,7 @@ class EngineMachine(RuleBasedStateMachine):
         running = [r for r in self.requests if r.status is Status.RUNNING]
         if on_text and running:
             request = running[index % len(running)]
-            self.scheduler.stop_on_text(request, "text")
+            self.scheduler.stop_on_text(request, "text", len(request.output_token_ids))
             self.ends[request.request_id] += 1
         else:
             self.scheduler.abort(self.requests[index % len(self.requests)].request_id)
@@ -269,7 +269,7 @@ class EngineMachine(RuleBasedStateMachine):
                 continue
             if item.samples:
                 token = next_token(request.token_ids, request.arrival % 2)
-                sampled[request.request_id] = SampledToken(token, failed="NaN" if request in failures else None)
+                sampled[request.request_id] = [SampledToken(token, failed="NaN" if request in failures else None)]
             if request.sampling_params.prompt_logprobs is not None:
                 targets = [item.start + row + 1 for row in prompt_logprob_rows(item)]
                 prompt_logprobs[request.request_id] = [[TokenLogprob(0, -float(t), 1)] for t in targets]

@@ -55,6 +55,12 @@ def fused(model: Any, **options: Any) -> tuple[nn.Module, Fusion]:
     return fused_shadow(lambda: make_shadow(model), lambda tree: run_probe(tree, profile), **settings)
 
 
+@pytest.fixture(autouse=True)
+def _without_matrix_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPUs that have them use other kernels; these tests are about this project's own."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+
+
 @pytest.fixture
 def model() -> Any:
     return copy.deepcopy(tiny.family("llama")[0])

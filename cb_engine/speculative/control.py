@@ -1,0 +1,230 @@
+"""Whether drafts pay, and how many of them: the switch.
+
+Owns what has been measured: how often drafts of each kind are right, what a step costs with so many more rows, what
+drafting costs. Does not know requests, devices or clocks: it is told numbers and answers with numbers.
+
+A step of B requests that verifies n drafts, the i-th of which is right with probability P[i], gives B + sum(P) tokens in
+the time T(B, n) + D. It is worth it if that is more tokens a second than B in T(B, 0). Drafts are taken in the order of
+their P, up to the n for which the rate is highest; if that is 0 nothing is verified, and a proposer that costs time is
+not even asked, until a later probe shows that things have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cb_engine.speculative.proposer import Draft
+
+_WORTH = 1.03  # the gain that is expected before anything is tried: estimates are noisy
+_HOPE = 0.6  # how often a draft of an unknown kind is taken to be right
+_TRUST = 3.0  # observations that an expectation weighs as much as
+_MEMORY = 0.98  # weight of an observation after one more
+_SMOOTH = 0.25  # weight of the latest time
+_OUTLIER = 2.0  # a time beyond so many times the expected is taken for that
+_PATIENCE = 32  # plain steps before the next probe; doubled with every probe in vain
+_MOST_PATIENCE = 2048
+_PROBE = 4  # rounds that a probe of a proposer that costs time takes
+_SELDOM = 4  # one that costs none is asked every so many steps while nothing comes of it
+_QUARTERS = 4  # rows are counted in quarters of the number of requests
+
+
+class Mean:
+    """A running mean of times that an outlier does not spoil."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.count = 0
+
+    def add(self, value: float) -> None:
+        """Takes in one more. The first of all is often slow, so the second may take its place."""
+        if self.count < 2:
+            self.value = value if self.count == 0 else min(self.value, value)
+        else:
+            self.value += _SMOOTH * (min(value, _OUTLIER * self.value) - self.value)
+        self.count += 1
+
+
+class Acceptance:
+    """How often drafts are right, by their kind and by the place of a token among them, given that those before were."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, list[tuple[float, float]]] = {}  # kind -> by place: (right, tried)
+
+    def add(self, kind: int, num_offered: int, num_right: int) -> None:
+        """Takes in one verified draft."""
+        counts = self._counts.setdefault(kind, [])
+        counts.extend([(0.0, 0.0)] * (num_offered - len(counts)))
+        for place in range(min(num_right + 1, num_offered)):
+            right, tried = counts[place]
+            counts[place] = (right * _MEMORY + (place < num_right), tried * _MEMORY + 1.0)
+
+    def odds(self, kind: int, num_tokens: int) -> list[float]:
+        """The probability that all tokens up to each place are right: never rising, [num_tokens]."""
+        counts = self._counts.get(kind, [])
+        expected, whole = self._hope(kind), 1.0
+        result = []
+        for place in range(num_tokens):
+            right, tried = counts[place] if place < len(counts) else (0.0, 0.0)
+            expected = (right + _TRUST * expected) / (tried + _TRUST)
+            whole *= expected
+            result.append(whole)
+        return result
+
+    def _hope(self, kind: int) -> float:
+        """What to expect of a kind: as much as of the next lower one that is known."""
+        lower = [other for other in self._counts if other < kind]
+        if not lower:
+            return _HOPE
+        right, tried = self._counts[max(lower)][0]
+        return (right + _TRUST * _HOPE) / (tried + _TRUST)
+
+
+@dataclass
+class _Curve:
+    """What rows cost for batches of about one size, relative to a step without drafts."""
+
+    ratios: dict[int, Mean] = field(default_factory=dict)  # by quarters
+
+    def ratio(self, quarters: float) -> float:
+        """Measured, between two measured, or a guess: beyond what is known, as much again may come for free."""
+        known = sorted((at, mean.value) for at, mean in self.ratios.items())
+        low = (float(_QUARTERS), 1.0)
+        for at, value in known:
+            if at >= quarters:
+                share = (quarters - low[0]) / (at - low[0]) if at > low[0] else 1.0
+                return low[1] + share * (value - low[1])
+            low = (float(at), value)
+        return low[1] * max(1.0, quarters / (2 * low[0]))
+
+
+class StepCosts:
+    """What steps cost."""
+
+    def __init__(self) -> None:
+        self._plain: dict[int, Mean] = {}  # by number of requests
+        self._curves: dict[int, _Curve] = {}  # by its bit length
+
+    def add(self, num_requests: int, num_rows: int, seconds: float) -> None:
+        """Takes in a step without prompts."""
+        if num_rows == num_requests:
+            self._plain.setdefault(num_requests, Mean()).add(seconds)
+            return
+        plain = self.plain(num_requests)
+        if plain is not None:
+            quarters = max(_QUARTERS + 1, round(_QUARTERS * num_rows / num_requests))
+            self._curve(num_requests).ratios.setdefault(quarters, Mean()).add(seconds / plain)
+
+    def plain(self, num_requests: int) -> float | None:
+        """Seconds of a step without drafts; for a number not seen yet those of the nearest one."""
+        if not self._plain:
+            return None
+        return self._plain[min(self._plain, key=lambda known: abs(known - num_requests))].value
+
+    def ratio(self, num_requests: int, num_rows: int) -> float:
+        """What a step with so many rows costs, relative to one without drafts."""
+        return self._curve(num_requests).ratio(_QUARTERS * num_rows / num_requests)
+
+    def forget(self, num_requests: int) -> None:
+        """What rows cost for batches of this size is to be found out anew."""
+        self._curves.pop(num_requests.bit_length(), None)
+
+    def _curve(self, num_requests: int) -> _Curve:
+        return self._curves.setdefault(num_requests.bit_length(), _Curve())
+
+
+class DraftController:
+    """See the module docstring.
+
+    Args:
+        num_tokens: k.
+        adaptive: False: everything is drafted and verified.
+        fixed_width: a step verifies k tokens of every request or none, for shapes that are known beforehand.
+        costs_time: whether drafting does; if not, proposers are asked even when nothing is verified, which shows at no
+            cost when drafts begin to be right.
+    """
+
+    def __init__(self, num_tokens: int, *, adaptive: bool, fixed_width: bool, costs_time: bool) -> None:
+        self._num_tokens = num_tokens
+        self._adaptive = adaptive
+        self._fixed_width = fixed_width
+        self._costs_time = costs_time
+        self.acceptance = Acceptance()
+        self.costs = StepCosts()
+        self._drafting: dict[int, Mean] = {}  # seconds, by bit length of the number of requests
+        self._idle = 0  # plain steps since drafts were last verified
+        self._patience = _PATIENCE
+        self._probing = 0  # rounds of a probe that are left
+
+    # ---- what is asked ---------------------------------------------------------------------------------------
+
+    def num_to_draft(self, num_requests: int) -> int:
+        """How many tokens to draft for each of so many requests; 0: ask nobody."""
+        if not self._adaptive:
+            return self._num_tokens
+        if not self._costs_time:
+            return 0 if self._idle > _PATIENCE and self._idle % _SELDOM else self._num_tokens
+        if self.costs.plain(num_requests) is None:
+            return 0  # nothing to compare with yet
+        if self._probing > 0:
+            return self._num_tokens
+        drafts = [Draft((0,) * self._num_tokens)] * num_requests
+        return self._num_tokens if self._best(drafts, num_requests)[0] else 0
+
+    def choose(self, drafts: Sequence[Draft], num_requests: int) -> list[int]:
+        """How many tokens of each draft to verify in the next step, which will have so many requests."""
+        everything = [len(draft.token_ids) for draft in drafts]
+        if not self._adaptive or self._probing > 0:
+            return everything
+        if self.costs.plain(num_requests) is None:
+            return [0] * len(drafts)
+        return self._best(drafts, num_requests)[1]
+
+    def _best(self, drafts: Sequence[Draft], num_requests: int) -> tuple[int, list[int]]:
+        """The number of draft tokens for which the rate is highest, and how they are shared out."""
+        odds = [self.acceptance.odds(draft.kind, len(draft.token_ids)) for draft in drafts]
+        ranked = sorted(((p, index) for index, of_one in enumerate(odds) for p in of_one), reverse=True)
+        drafting = self._drafting.get(num_requests.bit_length())
+        extra = (drafting.value if drafting and self._costs_time else 0.0) / (self.costs.plain(num_requests) or 1.0)
+        best, best_rate = 0, _WORTH
+        expected = float(num_requests)
+        for number, (p, _) in enumerate(ranked, start=1):
+            expected += p
+            if self._fixed_width and number < len(ranked):
+                continue
+            rows = num_requests * (1 + self._num_tokens) if self._fixed_width else num_requests + number
+            rate = expected / num_requests / (self.costs.ratio(num_requests, rows) + extra)
+            if rate > best_rate:
+                best, best_rate = number, rate
+        lengths = [0] * len(drafts)
+        for _, index in ranked[:best]:
+            lengths[index] += 1
+        return best, lengths
+
+    # ---- what is told ----------------------------------------------------------------------------------------
+
+    def saw_step(self, num_requests: int, num_rows: int, seconds: float) -> None:
+        """A step without prompts took so long."""
+        self.costs.add(num_requests, num_rows, seconds)
+        if num_rows > num_requests:
+            self._idle = 0
+            if self._probing:
+                self._probing -= 1
+            else:
+                self._patience = _PATIENCE  # verified because it pays
+            return
+        self._probing = 0
+        self._idle += 1
+        if self._idle >= self._patience:
+            self._idle = 0
+            self._patience = min(2 * self._patience, _MOST_PATIENCE)
+            self.costs.forget(num_requests)
+            self._probing = _PROBE if self._costs_time else 0
+
+    def saw_drafting(self, num_requests: int, seconds: float) -> None:
+        """Drafting for so many requests took so long."""
+        self._drafting.setdefault(num_requests.bit_length(), Mean()).add(seconds)
+
+    def saw_draft(self, kind: int, num_offered: int, num_right: int) -> None:
+        """A draft was verified, or its first token was seen to be right or wrong."""
+        self.acceptance.add(kind, num_offered, num_right)

@@ -1,0 +1,118 @@
+"""What a caller says of speculation. Owns `SpeculativeConfig` and its rules; does not import torch.
+
+Names are the field's own (vLLM's `speculative_config`): `method`, `num_speculative_tokens`, `prompt_lookup_min`, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+SpeculativeMethod = Literal["ngram", "suffix", "draft_model", "eagle3"]
+
+_MOST_TOKENS = 64  # a verify step computes so many rows more for every request
+_DEFAULT_TOKENS = {"ngram": 8, "suffix": 8, "draft_model": 3, "eagle3": 2}
+_FIELDS_OF = {  # beside those that all methods have
+    "ngram": {"prompt_lookup_min", "prompt_lookup_max"},
+    "suffix": set(),
+    "draft_model": {"model", "num_draft_layers"},
+    "eagle3": {"model"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Speculative decoding: a proposer guesses tokens, the model verifies them in one step. No output depends on it.
+
+    Attributes:
+        method: "ngram" looks up the request's own tokens, "suffix" those of all requests, "draft_model" runs a smaller
+            model (or the first layers of the model itself), "eagle3" an EAGLE-3 head.
+        num_speculative_tokens: k, the most tokens guessed at once; None: 8 for lookups, 3 for a draft model, 2 for a
+            head.
+        prompt_lookup_min, prompt_lookup_max: the shortest and longest n-gram that "ngram" looks for.
+        model: "draft_model": a loaded causal LM with the same vocabulary, or where to load it from; "eagle3": the folder
+            of a checkpoint, or a loaded head.
+        num_draft_layers: "draft_model": draft with the first so many layers of the model itself, in place of `model`.
+        adaptive: speculate only as far as it pays, by measured acceptance and step times; False: always, up to k tokens.
+    """
+
+    method: SpeculativeMethod
+    num_speculative_tokens: int | None = None
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+    model: Any | None = None
+    num_draft_layers: int | None = None
+    adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        if self.method not in get_args(SpeculativeMethod):
+            raise ValueError(
+                f"speculative method={self.method!r} must be one of {', '.join(map(repr, get_args(SpeculativeMethod)))}"
+            )
+        foreign = set().union(*_FIELDS_OF.values()) - _FIELDS_OF[self.method]
+        for name in sorted(foreign):
+            if getattr(self, name) is not None:
+                raise ValueError(f"speculative {name} is not for method={self.method!r}; leave it out")
+        if not isinstance(self.adaptive, bool):
+            raise TypeError(f"speculative adaptive must be True or False, not {self.adaptive!r}")
+        self._default("num_speculative_tokens", _DEFAULT_TOKENS[self.method], _MOST_TOKENS)
+        if self.method == "ngram":
+            self._default("prompt_lookup_max", max(5, self.prompt_lookup_min or 0), _MOST_TOKENS)
+            self._default("prompt_lookup_min", min(2, self.lookup_range[1]), _MOST_TOKENS)
+            if self.lookup_range[0] > self.lookup_range[1]:
+                raise ValueError(
+                    f"speculative prompt_lookup_min={self.prompt_lookup_min} exceeds "
+                    f"prompt_lookup_max={self.prompt_lookup_max}; lower it"
+                )
+        if self.method == "draft_model":
+            self._check_draft_model()
+        if self.method == "eagle3" and self.model is None:
+            raise ValueError("speculative method='eagle3' needs model: the folder of an EAGLE-3 checkpoint")
+
+    @property
+    def num_tokens(self) -> int:
+        """k."""
+        return self.num_speculative_tokens or _DEFAULT_TOKENS[self.method]
+
+    @property
+    def lookup_range(self) -> tuple[int, int]:
+        """The shortest and the longest n-gram."""
+        return self.prompt_lookup_min or 1, self.prompt_lookup_max or 1
+
+    def _check_draft_model(self) -> None:
+        if (self.model is None) == (self.num_draft_layers is None):
+            raise ValueError(
+                "speculative method='draft_model' needs either model, a smaller causal LM with the same vocabulary, or "
+                "num_draft_layers, to draft with the first layers of the model itself"
+            )
+        if self.num_draft_layers is not None:
+            self._default("num_draft_layers", 1, 1 << 16)
+
+    def _default(self, name: str, default: int, most: int) -> None:
+        value = getattr(self, name)
+        if value is None:
+            object.__setattr__(self, name, default)
+        elif isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"speculative {name} must be an integer or None, not {value!r}")
+        elif not 1 <= value <= most:
+            raise ValueError(f"speculative {name}={value} must be from 1 to {most}")
+
+
+def speculative_config(given: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig | None:
+    """A caller's settings, checked; None is no speculation.
+
+    Raises:
+        ValueError, TypeError: an unknown name, or a value that is wrong, with the fix.
+    """
+    if given is None or isinstance(given, SpeculativeConfig):
+        return given
+    if not isinstance(given, Mapping):
+        raise TypeError(f"speculative must be a dict, a SpeculativeConfig or None, not {type(given).__name__}")
+    known = [f.name for f in fields(SpeculativeConfig)]
+    for name in given:
+        if name not in known:
+            raise ValueError(f"speculative has an unknown key {name!r}; known keys: {', '.join(known)}")
+    if "method" not in given:
+        raise ValueError(f"speculative needs a method: {', '.join(map(repr, get_args(SpeculativeMethod)))}")
+    return SpeculativeConfig(**given)

@@ -1,0 +1,113 @@
+"""Speculation between two steps: what the last one has shown, and drafts for the next.
+
+Owns the proposer, the switch and the drafts that are out. Does not verify: the next step does, as the Scheduler plans it.
+
+    step n                      after it                          step n + 1
+    rows [t d1 d2] -> tokens    learn: d1 right, d2 wrong         rows [t' d1' ..]
+                                propose -> choose -> set_draft
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from cb_engine.errors import ShapeNotWarmedError
+from cb_engine.request import Request
+from cb_engine.scheduler.output import ModelOutput, SchedulerOutput
+from cb_engine.scheduler.scheduler import Scheduler
+from cb_engine.speculative.control import DraftController
+from cb_engine.speculative.proposer import Draft, DraftAsk, Proposer
+
+logger = logging.getLogger(__name__)
+
+
+class Speculator:
+    """See the module docstring.
+
+    Args:
+        num_tokens: k.
+        costs_time: whether the proposer runs a model.
+        fixed_width: see `DraftController`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        proposer: Proposer,
+        num_tokens: int,
+        *,
+        adaptive: bool,
+        costs_time: bool,
+        fixed_width: bool,
+    ) -> None:
+        self._scheduler = scheduler
+        self._proposer = proposer
+        self._controller = DraftController(
+            num_tokens, adaptive=adaptive, fixed_width=fixed_width, costs_time=costs_time
+        )
+        self._costs_time = costs_time
+        self._drafts: dict[Request, Draft] = {}  # proposed after the last step
+        self._works = True
+
+    def after_step(self, plan: SchedulerOutput, output: ModelOutput, seconds: float) -> None:
+        """Learns from a step that has been taken in, and gives the running requests their drafts."""
+        if plan.is_verify or plan.is_decode:
+            self._controller.saw_step(len(plan.scheduled), plan.num_tokens, seconds)
+        for item in plan.scheduled:
+            self._learn(item.request, item.draft_token_ids, output)
+        if self._works:
+            self._propose()
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        """These requests have ended."""
+        for request in requests:
+            self._drafts.pop(request, None)
+            self._proposer.forget(request)
+
+    def _learn(self, request: Request, verified: Sequence[int], output: ModelOutput) -> None:
+        draft = self._drafts.pop(request, None)
+        tokens = output.sampled.get(request.request_id, ())
+        if draft is None or not draft.token_ids or not tokens or tokens[0].failed is not None:
+            return
+        if verified:
+            self._controller.saw_draft(draft.kind, len(verified), len(tokens) - 1)
+        else:  # what it would have been worth shows in its first token
+            self._controller.saw_draft(draft.kind, 1, int(draft.token_ids[0] == tokens[0].token_id))
+
+    def _propose(self) -> None:
+        num_tokens = self._controller.num_to_draft(max(1, self._scheduler.num_running))
+        if not num_tokens:
+            return
+        asks = self._scheduler.draftable(num_tokens, with_blocks=self._costs_time)
+        drafts = self._drafts_for(asks)
+        lengths = self._controller.choose(drafts, self._scheduler.num_running) if drafts else []
+        for ask, draft, length in zip(asks, drafts, lengths, strict=False):
+            self._drafts[ask.request] = draft
+            self._scheduler.set_draft(ask.request, draft.token_ids[:length])
+
+    def _drafts_for(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        """A draft for each ask; none for anybody from a proposer that has failed, without which all goes on."""
+        started = time.perf_counter()
+        try:
+            drafts = self._proposer.propose(asks)
+        except ShapeNotWarmedError:
+            raise
+        except Exception:
+            logger.exception("speculation is off from here on: the proposer failed")
+            self._works = False
+            return []
+        if self._costs_time and asks:
+            self._controller.saw_drafting(len(asks), time.perf_counter() - started)
+        return drafts
+
+
+class NoSpeculation:
+    """In a Speculator's place where there is none."""
+
+    def after_step(self, plan: SchedulerOutput, output: ModelOutput, seconds: float) -> None:
+        """See `Speculator.after_step`."""
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        """See `Speculator.forget`."""
