@@ -84,6 +84,7 @@ class Request:
     draft_token_ids: tuple[int, ...] = ()  # guesses at what follows `token_ids`, for the next step to verify
     num_draft_tokens: int = 0  # guesses verified so far
     num_accepted_tokens: int = 0  # and those of them that became output
+    ends_with_draft: bool = False  # whether its last token was one of them
     first_scheduled_time: float = -1.0
     finished_time: float = -1.0
     finish_reason: FinishReason | None = None
@@ -136,9 +137,12 @@ class Request:
     def drop_tokens_after(self, num_outputs: int) -> int:
         """Forgets what its last step has generated behind the first `num_outputs` tokens; returns how many that was."""
         num_dropped = len(self.output_token_ids) - num_outputs
+        if not num_dropped:
+            return 0
         per_token = (self.weight_versions, self.timestamps, self.logprobs, self.top_logprobs)
         for values in (self.output_token_ids, *per_token):
             del values[num_outputs:]
         del self.token_ids[self.num_prompt_tokens + num_outputs :]
-        self.num_accepted_tokens -= num_dropped  # the last of a step's tokens is no draft, and is gone first
+        # All of a step's tokens but the last are drafts, and the last is gone first.
+        self.num_accepted_tokens -= num_dropped if self.ends_with_draft else num_dropped - 1
         return num_dropped

@@ -22,7 +22,14 @@ from cb_engine.speculative_config import SpeculativeConfig
 # ---- EngineConfig ------------------------------------------------------------------------------------------------
 
 POSITIVE = ["block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_prefill_chunk", "max_model_len"]
-FLAGS = ["enable_prefix_caching", "compile", "compile_prefill", "strict_shapes", "return_logprobs", "fake_static_device"]
+FLAGS = [
+    "enable_prefix_caching",
+    "compile",
+    "compile_prefill",
+    "strict_shapes",
+    "return_logprobs",
+    "fake_static_device",
+]
 OPTIONAL_FLAGS = ["decode_fast_path", "pad_decode_batches", "pack_weights", "fuse_modules"]
 CHOICES = ["attention_backend", "scheduler_type", "running_on_weight_change"]
 

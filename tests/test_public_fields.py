@@ -125,7 +125,9 @@ SAMPLING: dict[str, Callable[[], None]] = {
     "bad_words": lambda: _differ(tokens(GREEDY.clone(bad_words=[expected(PROMPT, 1)])), tokens(GREEDY)),
     "priority": check_priority,
     "cache_salt": check_cache_salt,
-    "speculative": lambda: _same([drafted(GREEDY.clone(speculative=wanted)) > 0 for wanted in (True, False)], [True, False]),
+    "speculative": lambda: _same(
+        [drafted(GREEDY.clone(speculative=wanted)) > 0 for wanted in (True, False)], [True, False]
+    ),
 }
 
 

@@ -286,20 +286,12 @@ class BlockManager:
     def allocate_spare(self, request: Request, num_new_tokens: int, *, reserve: int) -> bool:
         """`allocate` for a running request whose next token has its block already, or could have: tokens that may never
         be needed get blocks only as long as `reserve` of each pool remain."""
-        holding = self._holdings[request.request_id]
-        end = request.num_computed_tokens + num_new_tokens
-        if end <= holding.roomy_until:
-            return True
-        end_block = -(-end // self.block_size)
-        for group, table in zip(self._groups, holding.tables, strict=True):
+        tables = self._holdings[request.request_id].tables
+        end_block = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size)
+        for group, table in zip(self._groups, tables, strict=True):
             if end_block > len(table) and group.pool.num_available - (end_block - len(table)) < reserve:
                 return False
         return self.allocate(request, num_new_tokens)
-
-    def num_roomy_tokens(self, request: Request) -> int:
-        """How many tokens from `num_computed_tokens` on the request has blocks for."""
-        tables = self._holdings[request.request_id].tables
-        return min(map(len, tables)) * self.block_size - request.num_computed_tokens
 
     def trim(self, request: Request, num_tokens: int) -> int:
         """Takes the blocks back that a running request holds beyond its first `num_tokens` tokens; returns how many."""

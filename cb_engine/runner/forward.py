@@ -160,12 +160,12 @@ class ForwardTable:
         """Compiles a function of the shape's own: torch keeps compiled code per code object and gives up on one
         with many shapes."""
         name = f"step_{shape}_{id(self):x}"
-        code: types.CodeType = eager.__code__  # type: ignore[attr-defined]
+        code: types.CodeType = eager.__code__
         own = types.FunctionType(
             code.replace(co_name=name),
-            eager.__globals__,  # type: ignore[attr-defined]
+            eager.__globals__,
             name,
-            closure=eager.__closure__,  # type: ignore[attr-defined]
+            closure=eager.__closure__,
         )
         return torch.compile(own, dynamic=False, **self._compile_options)
 

@@ -36,7 +36,6 @@ from cb_engine.sampling.randomness import uniforms
 from cb_engine.sampling.state import SamplingState
 from cb_engine.sampling_params import SamplingParams
 
-
 _PLANS = 8  # kept: with drafts, how many rows a request has changes from step to step
 
 

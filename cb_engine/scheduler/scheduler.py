@@ -308,12 +308,13 @@ class Scheduler:
 
     def _room_for_drafts(self, request: Request, wanted: int) -> int:
         """How many of `wanted` drafts there are blocks for, which are taken."""
-        if wanted <= 0:
-            return 0
-        if self._blocks.allocate_spare(request, 1 + wanted, reserve=len(self._running)):
-            self._has_spare = True
-            return wanted
-        return max(0, min(wanted, self._blocks.num_roomy_tokens(request) - 1))
+        size, first = self._blocks.block_size, request.num_computed_tokens + 1
+        while wanted > 0:
+            if self._blocks.allocate_spare(request, 1 + wanted, reserve=len(self._running)):
+                self._has_spare = True
+                return wanted
+            wanted = (first + wanted - 1) // size * size - first  # a block less
+        return 0
 
     def _take_back_spare(self, step: _Step) -> bool:
         """Takes all blocks back that are held for drafts alone; whether there were any."""
@@ -427,7 +428,7 @@ class Scheduler:
                 break  # what was drafted beyond the end is dropped
         request.num_computed_tokens = item.end - len(item.draft_token_ids) + max(0, num_kept - 1)
         if item.draft_token_ids:
-            self._count_drafts(item, len(tokens) - 1, num_kept - 1)
+            self._count_drafts(item, len(tokens) - 1, num_kept)
         self._blocks.cache_computed_blocks(request)
         if not tokens and item.end == request.num_tokens:  # max_tokens == 0: only the prompt was wanted
             ending = ("length", "max_tokens")
@@ -437,7 +438,8 @@ class Scheduler:
     def _count_drafts(self, item: ScheduledRequest, num_right: int, num_kept: int) -> None:
         request, counters = item.request, self.counters
         request.num_draft_tokens += len(item.draft_token_ids)
-        request.num_accepted_tokens += num_kept
+        request.num_accepted_tokens += min(num_kept, num_right)
+        request.ends_with_draft = num_kept <= num_right
         counters.num_drafts += 1
         counters.draft_tokens += len(item.draft_token_ids)
         positions = counters.accepted_per_position

@@ -261,7 +261,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def model_output(self, plan: SchedulerOutput, errors: set[Request], failures: set[Request]) -> ModelOutput:
         """What the runner would answer."""
-        sampled: dict[str, SampledToken] = {}
+        sampled: dict[str, list[SampledToken]] = {}
         prompt_logprobs: dict[str, list[list[TokenLogprob]]] = {}
         for item in plan.scheduled:
             request = item.request

@@ -13,7 +13,7 @@ sees only what lies behind it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -60,7 +60,10 @@ class AuxStates:
         return tapped
 
 
-def _note(seen: dict[int, torch.Tensor], place: int):  # type: ignore[no-untyped-def]  # a hook of torch's
+Hook = Callable[[nn.Module, tuple[torch.Tensor, ...], dict[str, torch.Tensor]], None]
+
+
+def _note(seen: dict[int, torch.Tensor], place: int) -> Hook:
     def note(module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
         seen[place] = args[0] if args else kwargs["hidden_states"]
 

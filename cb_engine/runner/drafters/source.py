@@ -20,7 +20,9 @@ from cb_engine.errors import UnsupportedModelError
 from cb_engine.models import load_model
 from cb_engine.runner.buckets import DraftShapes
 from cb_engine.runner.drafters.chain import ChainDrafter, Passes
-from cb_engine.runner.drafters.draft_model import DraftModelDrafter, drafting_forward, first_layers
+from cb_engine.runner.drafters.draft_model import DraftModelDrafter, decoder_layers, drafting_forward, first_layers
+from cb_engine.runner.drafters.eagle3 import AuxStates, Eagle3Drafter, head_forward
+from cb_engine.runner.drafters.eagle3_head import Eagle3Head, load_eagle3
 from cb_engine.runner.forward import Forward
 from cb_engine.runner.fusion import fused_shadow
 from cb_engine.runner.kv_layout import LayerGroup, only
@@ -35,11 +37,9 @@ class DraftSource(ABC):
 
     Attributes:
         layers: its attention layers, which need a share of the cache; none if it uses the target's.
-        needs_states: whether `tap` has to see every step.
     """
 
     layers: tuple[AttentionLayer, ...] = ()
-    needs_states = False
 
     @abstractmethod
     def shapes(self, num_tokens: int) -> DraftShapes:
@@ -139,6 +139,54 @@ class FirstLayers(DraftSource):
         return tuple(LayerGroup(g.window, tuple(x for x in g.layers if x.layer_idx < self._num_layers)) for g in own)
 
 
+class Head(DraftSource):
+    """An EAGLE-3 head: one layer of its own, and a look at the target's states."""
+
+    def __init__(self, head: Eagle3Head, shadow: nn.Module, profile: ModelProfile) -> None:
+        _, layers = decoder_layers(shadow)
+        for layer_id in head.config.aux_layer_ids:
+            if not 0 <= layer_id < len(layers):
+                raise ValueError(
+                    f"the EAGLE-3 head takes the input of layer {layer_id}, the model has layers 0 to {len(layers) - 1}; "
+                    "heads that take the last layer's output are not supported"
+                )
+        self._head, self._target = head, profile
+        config, device = head.config, profile.layers[-1].device
+        self._dtype = profile.layers[-1].dtype
+        head.to(device, self._dtype)
+        self.layers = (
+            AttentionLayer(
+                0,
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                config.head_dim,
+                None,
+                self._dtype,
+                device,
+                is_drafters=True,
+            ),
+        )
+
+    def shapes(self, num_tokens: int) -> DraftShapes:
+        return DraftShapes(num_tokens, first_width=1 + num_tokens, prefills=True)
+
+    def forward(self, shadow: nn.Module) -> Forward:
+        return head_forward(self._head, self._aux)
+
+    def drafter(self, passes: Passes) -> ChainDrafter:
+        return Eagle3Drafter(passes, self._head.config.hidden_size, self._dtype)
+
+    def tap(self, shadow: nn.Module, forward: Forward, max_rows: int) -> Forward:
+        config = self._head.config
+        self._aux = AuxStates(
+            config.aux_layer_ids, max_rows, config.target_hidden_size, self._dtype, self.layers[0].device
+        )
+        return self._aux.tap(shadow, forward)
+
+    def devices(self, profile: ModelProfile) -> tuple[torch.device, torch.device]:
+        return self.layers[0].device, self.layers[0].device
+
+
 def draft_source(
     model: nn.Module, shadow: nn.Module, profile: ModelProfile, config: ResolvedConfig
 ) -> DraftSource | None:
@@ -159,6 +207,9 @@ def draft_source(
         if not isinstance(given, nn.Module):
             raise TypeError(f"speculative model must be a loaded causal LM or where to load it from, not {given!r}")
         return OwnModel(given, profile, config)
-    from cb_engine.runner.drafters.head_source import make_head_source
-
-    return make_head_source(given, model, shadow, profile)
+    if isinstance(given, str | Path):
+        embeddings = getattr(model, "get_input_embeddings")()  # noqa: B009 (a Module's attributes are typed as modules)
+        given = load_eagle3(given, target_embeddings=embeddings, target_config=model.config)
+    if not isinstance(given, Eagle3Head):
+        raise TypeError(f"speculative model must be the folder of an EAGLE-3 checkpoint or a head, not {given!r}")
+    return Head(given, shadow, profile)

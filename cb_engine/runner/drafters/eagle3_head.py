@@ -1,0 +1,503 @@
+"""The EAGLE-3 head (Li et al. 2025): one decoder layer over the target's hidden states, and its checkpoints.
+
+Owns the head's arithmetic and the formats it is stored in. Does not know the engine: which rows a pass has, what its
+attention sees and where keys lie is up to the callable that attends.
+
+    pass 1   hidden = fuse(target's states at p)     embeds = embed(token p + 1)   \
+    pass s   hidden = what pass s - 1 has returned   embeds = embed(token p + s)   / -> forward -> logits: token p + s + 1
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from cb_engine.attention.backend import AttentionParams
+from cb_engine.attention.interface import attend as attend_in_step
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, AttentionParams], torch.Tensor]
+
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the others bend with the length of the batch
+_WEIGHTS, _OLD_WEIGHTS, _CONFIG = "model.safetensors", "pytorch_model.bin", "config.json"
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "use_aux_hidden_state")
+
+
+def _default_rope() -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """What a head is.
+
+    Attributes:
+        target_hidden_size: width of each of the target's states.
+        draft_vocab_size, vocab_size: tokens the head can draft, and those of the target.
+        aux_layer_ids: `output_hidden_states[i]` of the target that are fused: the input of layer i.
+        rope_parameters: as in transformers: `rope_type`, `rope_theta` and what the type needs.
+        norm_before_residual: the residual is the normalised hidden state.
+        norm_before_fc: one norm over all fused states.
+        fc_norm: a norm for each of them.
+        norm_output: the next pass takes the normalised output.
+        use_aux_hidden_state: False: the head takes the one state of `aux_layer_ids` as it is, without `fc`.
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    draft_vocab_size: int
+    vocab_size: int
+    aux_layer_ids: tuple[int, ...]
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    max_position_embeddings: int = 2048
+    rope_parameters: Mapping[str, Any] = field(default_factory=_default_rope)
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    use_aux_hidden_state: bool = True
+
+    def __post_init__(self) -> None:
+        rope_type = self.rope_parameters.get("rope_type", "default")
+        if rope_type not in _ROPE_TYPES:
+            raise ValueError(f"an EAGLE-3 head with rope_type {rope_type!r} is not supported; known: {_ROPE_TYPES}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} is no multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(f"draft_vocab_size={self.draft_vocab_size} exceeds vocab_size={self.vocab_size}")
+        if not self.use_aux_hidden_state and self.target_hidden_size != self.hidden_size:
+            raise ValueError(
+                f"a head without fc needs states of its own width {self.hidden_size}, not {self.target_hidden_size}"
+            )
+
+
+def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
+    """A low, a middle and a high layer whose inputs are fused; a target of few layers gives the same one twice."""
+    return tuple(max(0, min(i, num_layers - 1)) for i in (2, num_layers // 2, num_layers - 3))
+
+
+class _Rotary(nn.Module):
+    """RoPE's angles. Its frequencies stay fp32 when the module is cast: rounded ones go wrong at far positions."""
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        llama = LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(config.rope_parameters),
+        )
+        self._factor = 1.0
+        if config.rope_parameters.get("rope_type", "default") == "default":
+            exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+            self._exact = 1.0 / (float(config.rope_parameters["rope_theta"]) ** exponents)
+        else:
+            self._exact, self._factor = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](llama, None)
+        self.register_buffer("inv_freq", self._exact, persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> _Rotary:
+        super()._apply(fn, recurse)
+        self.inv_freq = self._exact.to(self.inv_freq.device)
+        return self
+
+    def forward(self, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [T, 1, head_dim] for positions [T]."""
+        angles = position_ids[:, None].float() * self.inv_freq
+        angles = torch.cat((angles, angles), -1).unsqueeze(1)
+        return (angles.cos() * self._factor).to(dtype), (angles.sin() * self._factor).to(dtype)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat((-high, low), -1) * sin
+
+
+class _Attention(nn.Module):
+    """Llama's attention over packed rows of width 2 * hidden_size."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        width, dim, bias = 2 * config.hidden_size, config.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(width, config.num_attention_heads * dim, bias=bias)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * dim, config.hidden_size, bias=bias)
+        self.rotary_emb = _Rotary(config)
+        self.attend: Attend = attend_in_step
+        self.layer_idx = 0
+        self._head_dim = dim
+        self._params = AttentionParams(dim**-0.5)
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            linear(x)[0].unflatten(-1, (-1, self._head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        cos, sin = self.rotary_emb(position_ids[0], q.dtype)
+        out = self.attend(self.layer_idx, _rotate(q, cos, sin), _rotate(k, cos, sin), v, self._params)
+        projected: torch.Tensor = self.o_proj(out.flatten(1).unsqueeze(0))
+        return projected
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self._act = ACT2FN[config.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(self._act(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class _MidLayer(nn.Module):
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(size, eps)
+        self.hidden_norm = nn.RMSNorm(size, eps)
+        self.self_attn = _Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps)
+        self.mlp = _MLP(config)
+        self._norm_before_residual = config.norm_before_residual
+
+    def forward(self, embeds: torch.Tensor, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        normed = self.hidden_norm(hidden)
+        residual = normed if self._norm_before_residual else hidden
+        x = residual + self.self_attn(torch.cat((self.input_layernorm(embeds), normed), -1), position_ids)
+        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Eagle3Head(nn.Module):
+    """See the module docstring. Its state_dict is a checkpoint's, in the `midlayer.*` naming, but for d2t and t2d.
+
+    Modules of the target that it uses are none of its own: they are not in its parameters, and moving or casting the
+    head leaves them alone.
+
+    Args:
+        target_ids: [draft_vocab_size] the target's token for each of the head's own; None: they are the same.
+        target_embeddings: None: the head has embeddings of its own.
+        target_lm_head: None: the head has one of its own; else its vocabulary is the target's.
+    """
+
+    target_ids: torch.Tensor
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        *,
+        target_ids: torch.Tensor | None = None,
+        target_embeddings: nn.Module | None = None,
+        target_lm_head: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        _check_target_ids(target_ids, config)
+        _check_shared(config, target_embeddings, target_lm_head)
+        if target_ids is None:
+            target_ids = torch.arange(config.draft_vocab_size)
+        self.register_buffer("target_ids", target_ids.to(torch.int64), persistent=False)
+        num_states, width = len(config.aux_layer_ids), config.target_hidden_size
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(num_states * width, config.rms_norm_eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(width, config.rms_norm_eps) for _ in range(num_states))
+        if config.use_aux_hidden_state:
+            self.fc = nn.Linear(num_states * width, config.hidden_size, bias=False)
+        self.midlayer = _MidLayer(config)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if target_embeddings is None:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if target_lm_head is None:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self._shared = (target_embeddings, target_lm_head)  # a tuple hides them from nn.Module
+
+    def attend_with(self, attend: Attend, layer_idx: int = 0) -> None:
+        """Has `attend` called in place of `cb_engine.attention.interface.attend`, as that layer."""
+        self.midlayer.self_attn.attend, self.midlayer.self_attn.layer_idx = attend, layer_idx
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings of the target's token ids."""
+        embeddings = self._shared[0]
+        out: torch.Tensor = self.embed_tokens(ids) if embeddings is None else embeddings(ids)
+        return out
+
+    def fuse(self, aux: torch.Tensor) -> torch.Tensor:
+        """[1, T, states * target_hidden_size], the target's states in the order of `aux_layer_ids`, to [1, T, H]."""
+        if self.config.norm_before_fc:
+            aux = self.input_norm(aux)
+        if self.config.fc_norm:
+            parts = aux.chunk(len(self.fc_norm), -1)
+            aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(aux) if self.config.use_aux_hidden_state else aux
+
+    def forward(self, embeds: torch.Tensor, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """One pass over [1, T, H]; returns what `logits` takes, and the next pass as `hidden`."""
+        out: torch.Tensor = self.midlayer(embeds, hidden, position_ids)
+        return self.norm(out) if self.config.norm_output else out
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Over the head's own vocabulary; `target_ids` translates it."""
+        lm_head = self.lm_head if self._shared[1] is None else self._shared[1]
+        out: torch.Tensor = lm_head(hidden if self.config.norm_output else self.norm(hidden))
+        return out
+
+
+def _check_target_ids(target_ids: torch.Tensor | None, config: Eagle3Config) -> None:
+    if target_ids is None:
+        return
+    if target_ids.shape != (config.draft_vocab_size,):
+        raise ValueError(
+            f"the draft vocabulary (d2t) has shape {tuple(target_ids.shape)}, draft_vocab_size={config.draft_vocab_size}"
+        )
+    low, high = int(target_ids.min()), int(target_ids.max())
+    if low < 0 or high >= config.vocab_size:
+        raise ValueError(
+            f"the draft vocabulary (d2t) maps to tokens {low} to {high}, the target has {config.vocab_size}: the head was "
+            "made for another model"
+        )
+
+
+def _check_shared(config: Eagle3Config, embeddings: nn.Module | None, lm_head: nn.Module | None) -> None:
+    """A head has to be as wide as what it shares with the target."""
+    width = None if embeddings is None else _weight(embeddings).shape[-1]
+    if width not in (None, config.hidden_size):
+        raise ValueError(
+            f"the head has hidden_size {config.hidden_size}, the target's embeddings {width}; such a head needs "
+            "embed_tokens.weight of its own"
+        )
+    if lm_head is None:
+        return
+    rows, width = _weight(lm_head).shape
+    if (rows, width) != (config.draft_vocab_size, config.hidden_size):
+        raise ValueError(
+            f"the target's lm_head is [{rows}, {width}], the head's would be [{config.draft_vocab_size}, "
+            f"{config.hidden_size}]; such a head needs lm_head.weight of its own"
+        )
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    weight = module.weight
+    if not isinstance(weight, torch.Tensor):
+        raise ValueError(f"{type(module).__name__} has no weight to share")
+    return weight
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def load_eagle3(
+    path: str | Path, *, target_embeddings: nn.Module, target_config: Any, target_lm_head: nn.Module | None = None
+) -> Eagle3Head:
+    """Loads a head in any of the public layouts, in the type and on the device of the target's embeddings.
+
+    Args:
+        path: a folder with config.json and model.safetensors (or pytorch_model.bin).
+        target_embeddings: used by a head that has none.
+        target_config: of the target.
+        target_lm_head: used by a head that has none; not needed if the target's embeddings are tied to it.
+
+    Raises:
+        ValueError: it is no such folder, or does not fit the target.
+    """
+    folder = Path(path).expanduser()
+    tensors = _read_tensors(folder)
+    try:
+        settings = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder}: {_CONFIG} cannot be read: {error}") from error
+    d2t = tensors.pop("d2t", None)
+    try:
+        config = _parse_config(settings, target_config.get_text_config(), tensors, d2t)
+        head = Eagle3Head(
+            config,
+            target_ids=None if d2t is None else torch.arange(d2t.numel()) + d2t.to("cpu", torch.int64).flatten(),
+            target_embeddings=None if "embed_tokens.weight" in tensors else target_embeddings,
+            target_lm_head=_shared_lm_head(tensors, target_embeddings, target_config, target_lm_head),
+        )
+        _check_tensors(head, tensors)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    like = _weight(target_embeddings)
+    head = head.to(device=like.device, dtype=like.dtype)
+    head.load_state_dict(tensors)
+    return head.eval().requires_grad_(False)
+
+
+def save_eagle3(head: Eagle3Head, path: str | Path) -> None:
+    """Writes a folder that `load_eagle3` reads, and other engines as `LlamaForCausalLMEagle3`."""
+    folder = Path(path).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    config, target_ids = head.config, head.target_ids.cpu()
+    known = torch.zeros(config.vocab_size, dtype=torch.bool)
+    known[target_ids] = True
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    tensors |= {"d2t": target_ids - torch.arange(len(target_ids)), "t2d": known}
+    safetensors.torch.save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+    text = json.dumps(_config_json(config, head.norm.weight.dtype), indent=2) + "\n"
+    (folder / _CONFIG).write_text(text, encoding="utf-8")
+
+
+def _config_json(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
+    names = (
+        *("hidden_size", "target_hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+        *("intermediate_size", "draft_vocab_size", "vocab_size", "rms_norm_eps", "hidden_act", "attention_bias"),
+        *("max_position_embeddings", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+    )
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tie_word_embeddings": False,
+        **{name: getattr(config, name) for name in names},
+        "rope_parameters": dict(config.rope_parameters),
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(config.aux_layer_ids),
+            "use_aux_hidden_state": config.use_aux_hidden_state,
+        },
+    }
+
+
+def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint in the `midlayer.*` naming, without what only training needs."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; give one that holds an EAGLE-3 checkpoint")
+    tensors: dict[str, torch.Tensor] = {}
+    files = sorted(folder.glob("*.safetensors"))
+    for file in files:
+        tensors |= safetensors.torch.load_file(file)
+    if not files:
+        old = folder / _OLD_WEIGHTS
+        if not old.is_file():
+            raise ValueError(f"{folder} holds neither {_WEIGHTS} nor {_OLD_WEIGHTS}")
+        tensors = torch.load(old, map_location="cpu", weights_only=True)
+    named = {name.removeprefix("model.").replace("layers.0.", "midlayer."): t for name, t in tensors.items()}
+    return {name: t for name, t in named.items() if name != "t2d" and not name.endswith("rotary_emb.inv_freq")}
+
+
+def _parse_config(
+    settings: dict[str, Any], target: Any, tensors: Mapping[str, torch.Tensor], d2t: torch.Tensor | None
+) -> Eagle3Config:
+    """config.json, flat or in the layout of `speculators`; what it leaves out is read off the tensors and the target."""
+    is_speculators = "transformer_layer_config" in settings
+    layer = settings.get("transformer_layer_config") or settings
+    own = {**settings, **(settings.get("eagle_config") or {})}
+    _check_layer(layer)
+    hidden_size, heads = layer["hidden_size"], layer["num_attention_heads"]
+    width = own.get("target_hidden_size") or (target.hidden_size if is_speculators else hidden_size)
+    _check_target("hidden size", width, target.hidden_size)
+    vocab_size = layer.get("vocab_size") or target.vocab_size
+    _check_target("vocabulary", vocab_size, target.vocab_size)
+    lm_head = tensors.get("lm_head.weight")
+    rows = len(lm_head) if lm_head is not None else vocab_size if d2t is None else d2t.numel()
+    flags = {"norm_before_residual": is_speculators} | {name: own[name] for name in _FLAGS if own.get(name) is not None}
+    ids: Sequence[int] | None = own.get("eagle_aux_hidden_state_layer_ids")
+    has_fc = flags.get("use_aux_hidden_state", True)
+    fallback = default_aux_layer_ids(target.num_hidden_layers) if has_fc else (target.num_hidden_layers,)
+    return Eagle3Config(
+        hidden_size=hidden_size,
+        target_hidden_size=width,
+        num_attention_heads=heads,
+        num_key_value_heads=layer.get("num_key_value_heads") or heads,
+        head_dim=layer.get("head_dim") or hidden_size // heads,
+        intermediate_size=layer["intermediate_size"],
+        draft_vocab_size=own.get("draft_vocab_size") or rows,
+        vocab_size=vocab_size,
+        aux_layer_ids=_check_ids(tuple(ids or fallback), target.num_hidden_layers),
+        rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
+        hidden_act=layer.get("hidden_act", "silu"),
+        attention_bias=bool(layer.get("attention_bias", False)),
+        max_position_embeddings=layer.get("max_position_embeddings", 2048),
+        rope_parameters=_rope_parameters(layer),
+        **flags,
+    )
+
+
+def _check_layer(layer: Mapping[str, Any]) -> None:
+    missing = [n for n in ("hidden_size", "num_attention_heads", "intermediate_size") if n not in layer]
+    if missing:
+        raise ValueError(f"{_CONFIG} does not give {', '.join(missing)}")
+    if layer.get("num_hidden_layers", 1) != 1:
+        raise ValueError(f"the head has {layer['num_hidden_layers']} layers; only heads of one layer are supported")
+    if "sliding_attention" in (layer.get("layer_types") or ()):
+        raise ValueError("the head has sliding-window attention, which is not supported")
+
+
+def _check_target(what: str, own: int, targets: int) -> None:
+    if own != targets:
+        raise ValueError(f"the head was made for a target of {what} {own}, this one has {targets}; take another head")
+
+
+def _check_ids(ids: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    if any(not 0 <= i <= num_layers for i in ids):
+        raise ValueError(
+            f"the head takes the inputs of layers {list(ids)} (eagle_aux_hidden_state_layer_ids), the target has "
+            f"{num_layers} layers: the head was made for another model"
+        )
+    return ids
+
+
+def _rope_parameters(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Both spellings: `rope_parameters`, and `rope_theta` with `rope_scaling`."""
+    given = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
+    rope_type = given.pop("type", None) or "default"
+    theta = layer.get("rope_theta") or 10000.0
+    return {"rope_theta": theta, "rope_type": rope_type} | given
+
+
+def _shared_lm_head(
+    tensors: Mapping[str, torch.Tensor], embeddings: nn.Module, target_config: Any, target_lm_head: nn.Module | None
+) -> nn.Module | None:
+    """The target's output matrix, for a head without one."""
+    if "lm_head.weight" in tensors:
+        return None
+    if target_lm_head is not None:
+        return target_lm_head
+    if not target_config.get_text_config().tie_word_embeddings:
+        raise ValueError("the checkpoint has no lm_head.weight; give target_lm_head, the target's own")
+    weight = _weight(embeddings)
+    tied = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    tied.weight = nn.Parameter(weight, requires_grad=False) if not isinstance(weight, nn.Parameter) else weight
+    return tied
+
+
+def _check_tensors(head: Eagle3Head, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises for a tensor that is missing, unknown or of another shape than the config says."""
+    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    missing = sorted(expected.keys() - tensors.keys())
+    if missing:
+        raise ValueError(f"tensors are missing: {', '.join(missing)}; the checkpoint is no EAGLE-3 head, or incomplete")
+    unknown = sorted(tensors.keys() - expected.keys())
+    if unknown:
+        raise ValueError(f"unknown tensors: {', '.join(unknown)}; this kind of head is not supported")
+    for name, shape in expected.items():
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(
+                f"{name} is {list(tensors[name].shape)}, {_CONFIG} and the target ask for {list(shape)}; the head was "
+                "made for another model"
+            )
