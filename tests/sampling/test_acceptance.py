@@ -11,7 +11,9 @@ from cb_engine.sampling.acceptance import NOTHING, accept
 N = NOTHING
 
 
-def accepted(sampled: list[list[int]], drafts: list[list[int]], failed: set[tuple[int, int]] = frozenset()) -> list[list[int]]:
+def accepted(
+    sampled: list[list[int]], drafts: list[list[int]], failed: set[tuple[int, int]] = frozenset()
+) -> list[list[int]]:
     """`sampled[b][i]` is what row i of request b gave; rows are laid out one request after the other."""
     rows, flat, bad = [], [], []
     for b, of_one in enumerate(sampled):
@@ -42,7 +44,10 @@ def test_a_row_that_failed_ends_what_is_before_it():
 def test_rows_of_padding_stand_in_for_those_that_are_not_there():
     # One request has a single row: its further ones repeat it.
     out = accept(
-        torch.tensor([4, 5, 6]), torch.zeros(3, dtype=torch.bool), torch.tensor([[0, 0], [1, 2]]), torch.tensor([[N], [5]])
+        torch.tensor([4, 5, 6]),
+        torch.zeros(3, dtype=torch.bool),
+        torch.tensor([[0, 0], [1, 2]]),
+        torch.tensor([[N], [5]]),
     )
     assert out.tolist() == [[4, N], [5, 6]]
 

@@ -23,7 +23,7 @@ from cb_engine.attention.interface import StepContext, bind
 from cb_engine.attention.native_backend import NativeBackend
 from cb_engine.device import free_memory
 from cb_engine.runner.fusion.known import fused_attention, fused_layer, fused_mlp, fused_norm
-from cb_engine.runner.fusion.linear import has_native_kernels, is_plain, packed_linear
+from cb_engine.runner.fusion.linear import has_matrix_tiles, has_native_kernels, is_plain, packed_linear
 from cb_engine.runner.fusion.programs import is_torch_untouched
 from cb_engine.runner.probe import PlainAttention
 
@@ -81,6 +81,8 @@ def fused_shadow(
     if pack:
         _pack_linears(shadow, native)
         fusion.packed_bytes = size - sum(m.weight.nbytes for m in {m for m in shadow.modules() if is_plain(m)})
+        if native and has_matrix_tiles(next(iter(linears)).weight.dtype):
+            fusion.packed_bytes *= 2  # in both layouts
     reason = _difference(lambda: forward(shadow), expected, _CachedAttention(attention.keys), _TREE_TOLERANCE)
     if reason is None:
         return shadow, fusion

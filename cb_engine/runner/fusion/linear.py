@@ -3,9 +3,10 @@
 Owns the packed copies, which live in the shadow tree and go with it: changed weights are packed anew with a new
 shadow. The price is a second copy of the weights in memory.
 
-`NativeWeight` is read by this project's own kernel, whose result for a row does not depend on the other rows.
-`OneDnnLinear` takes its place where that kernel cannot be built, or where the CPU has matrix tiles (AMX), which only
-oneDNN uses.
+`NativeWeight` is read by this project's own kernel, whose result for a row does not depend on the other rows. Where the
+CPU has matrix tiles (AMX) it holds a second copy in oneDNN's layout, which uses them, for products of many rows: there
+the tiles are several times faster, while a few rows wait for memory and are best left to the kernel.
+`OneDnnLinear` takes its place where the kernel cannot be built.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from cb_engine.runner.fusion.programs import is_untouched
 _PANEL = 32  # kPanelColumns of kernel_api.h
 _LANES = 16  # kLanes
 _ONEDNN_ROWS = 64  # rows that oneDNN's layout is chosen for; it serves all others too
+_TILE_ROWS = 32  # rows from which matrix tiles are faster
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -54,6 +56,7 @@ class NativeWeight:
         join = _take_turns if gated else torch.cat
         self.columns = sum(map(len, weights))
         self.packed = _pack(join([weight.detach() for weight in weights]))
+        self._tiled = _TiledWeight(weights, biases) if has_matrix_tiles(weights[0].dtype) else None
         self.bias: torch.Tensor | None = None
         if any(bias is not None for bias in biases):
             known = [
@@ -71,8 +74,46 @@ class NativeWeight:
         Args:
             residual: [..., columns], for `Epilogue.ADD`.
         """
+        if self._tiled is not None and prefers_tiles(inputs):
+            return self._tiled(inputs, epilogue, residual)
         out: torch.Tensor = self._linear(inputs, self.packed, self.columns, self.bias, residual, epilogue)
         return out
+
+
+class _TiledWeight:
+    """The same in oneDNN's layout; arguments as for `NativeWeight`. A gate and its partner lie one after the other."""
+
+    def __init__(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> None:
+        whole = torch.cat([weight.detach() for weight in weights])
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(whole, _ONEDNN_ROWS)
+        self._bias: torch.Tensor | None = None
+        if any(bias is not None for bias in biases):
+            known = [
+                weight.new_zeros(len(weight)) if bias is None else bias.detach()
+                for weight, bias in zip(weights, biases, strict=True)
+            ]
+            self._bias = torch.cat(known)
+
+    def __call__(self, inputs: torch.Tensor, epilogue: Epilogue, residual: torch.Tensor | None) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._packed, self._bias, "none", [], "")
+        if epilogue is Epilogue.ADD and residual is not None:
+            return residual + out
+        if epilogue in (Epilogue.SILU_MUL, Epilogue.GELU_TANH_MUL):
+            gate, partner = out.chunk(2, -1)
+            return (F.silu(gate) if epilogue is Epilogue.SILU_MUL else F.gelu(gate, approximate="tanh")) * partner
+        return out
+
+
+def has_matrix_tiles(dtype: torch.dtype) -> bool:
+    """Whether this CPU has units for products of bfloat16 that only oneDNN uses."""
+    return (
+        dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+def prefers_tiles(inputs: torch.Tensor) -> bool:
+    """Whether a product of [..., in_features] has rows enough for matrix tiles, where there are any."""
+    return inputs.numel() >= _TILE_ROWS * inputs.shape[-1]
 
 
 def _take_turns(pair: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -133,8 +174,8 @@ class OneDnnLinear(_PackedLinear):
 
 
 def has_native_kernels() -> bool:
-    """Whether this CPU's products are best left to this project's own kernel."""
-    return not torch.cpu._is_amx_tile_supported() and build.load()
+    """Whether this project's own kernel is there."""
+    return build.load()
 
 
 def is_plain(module: object) -> TypeGuard[nn.Linear]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from cb_engine.attention.backend import AttentionParams, NativeInputs, NativeParams
 from cb_engine.attention.interface import attend, native_inputs
-from cb_engine.runner.fusion.linear import Epilogue, NativeWeight
+from cb_engine.runner.fusion.linear import Epilogue, NativeWeight, has_matrix_tiles, prefers_tiles
 
 
 class NormSettings(NamedTuple):
@@ -154,6 +154,7 @@ class FusedDecoderLayer(nn.Module):
         self._layer = torch.ops.cb_engine.decoder_layer.default
         # In the operator's own order, at hand for every step; empty if it cannot serve this layer.
         self._settings = in_order(self._layer, self._layer_settings())
+        self._has_tiles = has_matrix_tiles(self.self_attn.qkv.packed.dtype)
 
     def forward(
         self,
@@ -167,7 +168,8 @@ class FusedDecoderLayer(nn.Module):
     ) -> torch.Tensor:
         """[1, T, dim] to [1, T, dim]."""
         refuse_foreign(attention_mask, cache)
-        inputs = native_inputs(self.self_attn.layer_idx) if self._settings else None
+        whole = self._settings and not (self._has_tiles and prefers_tiles(hidden_states))
+        inputs = native_inputs(self.self_attn.layer_idx) if whole else None
         if inputs is not None:
             return self._whole(hidden_states, position_embeddings, inputs)
         normed = self.input_layernorm(hidden_states)

@@ -279,9 +279,33 @@ def test_onednn_packs_bfloat16_alone(onednn: None, model: Any) -> None:
     assert sum(isinstance(m, OneDnnLinear) for m in shadow.modules()) == len(layers)
 
 
-def test_matrix_tiles_are_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_kernels
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gemma2", "gpt2"])
+def test_many_rows_go_to_onednn_where_there_are_matrix_tiles(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of few rows and of many give the same, within what a rounding more or less does."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this CPU multiplies no bf16 through oneDNN")
+    model = copy.deepcopy(tiny.family(family)[0]).to(torch.bfloat16)
+    prompt = tiny.make_prompts((200,))[0]
+    without = Engine(model, config={"block_size": 16})
+    plain = logits_of(without, prompt)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert not linear.has_native_kernels()
+    calls: list[int] = []
+    product = linear._TiledWeight.__call__
+
+    def counted(self: Any, inputs: torch.Tensor, *rest: Any) -> torch.Tensor:
+        calls.append(inputs.numel() // inputs.shape[-1])
+        return product(self, inputs, *rest)
+
+    monkeypatch.setattr(linear._TiledWeight, "__call__", counted)
+    engine = Engine(model, config={"block_size": 16})
+    assert engine.fusion.fused == without.fusion.fused
+    assert engine.fusion.packed_bytes == 2 * without.fusion.packed_bytes
+    assert logits_of(engine, prompt) == pytest.approx(plain, abs=0.15)
+    assert min(calls) >= linear._TILE_ROWS
+    calls.clear()
+    assert logits_of(engine, prompt[:20]) == logits_of(without, prompt[:20])
+    assert not calls, "few rows stay with the kernel"
 
 
 # ---- results -----------------------------------------------------------------------------------------------------
