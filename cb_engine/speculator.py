@@ -77,12 +77,13 @@ class Speculator:
             self._controller.saw_draft(draft.kind, 1, int(draft.token_ids[0] == tokens[0].token_id))
 
     def _propose(self) -> None:
-        num_tokens = self._controller.num_to_draft(max(1, self._scheduler.num_running))
-        if not num_tokens:
+        controller = self._controller
+        most = controller.num_to_ask(max(1, self._scheduler.num_running))
+        if not most:
             return
-        asks = self._scheduler.draftable(num_tokens, with_blocks=self._costs_time)
+        asks = self._scheduler.draftable(controller.num_tokens, most, with_blocks=self._costs_time)
         drafts = self._drafts_for(asks)
-        lengths = self._controller.choose(drafts, self._scheduler.num_running) if drafts else []
+        lengths = controller.choose(drafts, self._scheduler.num_running) if drafts else []
         for ask, draft, length in zip(asks, drafts, lengths, strict=False):
             self._drafts[ask.request] = draft
             self._scheduler.set_draft(ask.request, draft.token_ids[:length])

@@ -269,20 +269,23 @@ class Scheduler:
 
     # ---- drafts ----------------------------------------------------------------------------------------------
 
-    def draftable(self, most: int, *, with_blocks: bool) -> list[DraftAsk]:
-        """The requests whose next step is a decode, in order of urgency, with how many drafts each may be given: at most
-        `most`, and no more than its length leaves.
+    def draftable(self, num_tokens: int, num_requests: int, *, with_blocks: bool) -> list[DraftAsk]:
+        """The requests whose next step is a decode, in order of urgency, with how many drafts each may be given.
 
         Args:
+            num_tokens: at most so many, and no more than its length leaves.
+            num_requests: the most that are returned.
             with_blocks: whether drafting writes to the cache: each gets blocks for its drafts now, or fewer drafts.
         """
         asks: list[DraftAsk] = []
         for request in sorted(self._running, key=lambda r: r.sort_key):
+            if len(asks) == num_requests:
+                break
             if request.num_remaining_tokens != 1 or not request.sampling_params.speculative:
                 continue
             # The row behind the last draft gives a token too.
             left = request.max_tokens - len(request.output_token_ids) - 1
-            room = min(most, left)
+            room = min(num_tokens, left)
             if with_blocks:
                 room = self._room_for_drafts(request, room)
             if room > 0:

@@ -24,7 +24,8 @@ _SMOOTH = 0.25  # weight of the latest time
 _OUTLIER = 2.0  # a time beyond so many times the expected is taken for that
 _PATIENCE = 32  # plain steps before the next probe; doubled with every probe in vain
 _MOST_PATIENCE = 2048
-_PROBE = 4  # rounds that a probe of a proposer that costs time takes
+_PROBE = 4  # rounds that a probe of a proposer that costs time takes, the first one included
+_PROBED = 2  # requests that are drafted for in it: enough to learn from
 _SELDOM = 4  # one that costs none is asked every so many steps while nothing comes of it
 _QUARTERS = 4  # rows are counted in quarters of the number of requests
 
@@ -152,29 +153,35 @@ class DraftController:
         self.acceptance = Acceptance()
         self.costs = StepCosts()
         self._drafting: dict[int, Mean] = {}  # seconds, by bit length of the number of requests
+        self._is_probed = False  # whether the drafts that are out belong to one
         self._idle = 0  # plain steps since drafts were last verified
         self._patience = _PATIENCE
-        self._probing = 0  # rounds of a probe that are left
+        self._probing = _PROBE if adaptive and costs_time else 0  # rounds of a probe that are left
 
     # ---- what is asked ---------------------------------------------------------------------------------------
 
-    def num_to_draft(self, num_requests: int) -> int:
-        """How many tokens to draft for each of so many requests; 0: ask nobody."""
+    @property
+    def num_tokens(self) -> int:
+        """k."""
+        return self._num_tokens
+
+    def num_to_ask(self, num_requests: int) -> int:
+        """For how many of so many requests to draft now."""
         if not self._adaptive:
-            return self._num_tokens
+            return num_requests
         if not self._costs_time:
-            return 0 if self._idle > _PATIENCE and self._idle % _SELDOM else self._num_tokens
+            return 0 if self._idle > _PATIENCE and self._idle % _SELDOM else num_requests
         if self.costs.plain(num_requests) is None:
             return 0  # nothing to compare with yet
         if self._probing > 0:
-            return self._num_tokens
+            return num_requests if self._fixed_width else min(_PROBED, num_requests)
         drafts = [Draft((0,) * self._num_tokens)] * num_requests
-        return self._num_tokens if self._best(drafts, num_requests)[0] else 0
+        return num_requests if self._best(drafts, num_requests)[0] else 0
 
     def choose(self, drafts: Sequence[Draft], num_requests: int) -> list[int]:
         """How many tokens of each draft to verify in the next step, which will have so many requests."""
         everything = [len(draft.token_ids) for draft in drafts]
-        if not self._adaptive or self._probing > 0:
+        if not self._adaptive or self._is_probed:
             return everything
         if self.costs.plain(num_requests) is None:
             return [0] * len(drafts)
@@ -208,12 +215,9 @@ class DraftController:
         self.costs.add(num_requests, num_rows, seconds)
         if num_rows > num_requests:
             self._idle = 0
-            if self._probing:
-                self._probing -= 1
-            else:
+            if not self._is_probed:
                 self._patience = _PATIENCE  # verified because it pays
             return
-        self._probing = 0
         self._idle += 1
         if self._idle >= self._patience:
             self._idle = 0
@@ -224,6 +228,8 @@ class DraftController:
     def saw_drafting(self, num_requests: int, seconds: float) -> None:
         """Drafting for so many requests took so long."""
         self._drafting.setdefault(num_requests.bit_length(), Mean()).add(seconds)
+        self._is_probed = self._probing > 0
+        self._probing = max(0, self._probing - 1)
 
     def saw_draft(self, kind: int, num_offered: int, num_right: int) -> None:
         """A draft was verified, or its first token was seen to be right or wrong."""

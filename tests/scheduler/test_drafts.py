@@ -77,11 +77,11 @@ def test_asks_end_where_the_request_does_and_leave_out_who_does_not_want_any():
     rig.add(90, "d")
     rig.schedule()
     rig.answer()
-    asks = rig.scheduler.draftable(5, with_blocks=False)
+    asks = rig.scheduler.draftable(5, 9, with_blocks=False)
     assert [(ask.request.request_id, ask.max_tokens) for ask in asks] == [("a", 2), ("b", 5)]
     rig.step()
     rig.step()
-    asks = rig.scheduler.draftable(5, with_blocks=False)
+    asks = rig.scheduler.draftable(5, 9, with_blocks=False)
     assert [ask.request.request_id for ask in asks][:1] == ["b"], "one token is left to a: no draft could come of use"
 
 
@@ -90,7 +90,7 @@ def test_nobody_is_preempted_for_drafts_and_newcomers_take_their_blocks_back():
     a, b = rig.add(7, "a"), rig.add(7, "b")
     rig.step()
     assert rig.blocks.num_live_blocks == 4
-    asks = rig.scheduler.draftable(6, with_blocks=True)
+    asks = rig.scheduler.draftable(6, 9, with_blocks=True)
     # Three blocks are left and two requests run, so one may be given away: it has room for four drafts of a.
     assert [(ask.request.request_id, ask.max_tokens) for ask in asks] == [("a", 4)]
     assert rig.blocks.num_live_blocks == 5

@@ -51,11 +51,11 @@ def play(
                 controller.saw_draft(draft.kind, max(1, length), hits)
         seconds += spent
         drafts, lengths = [Draft()] * requests, [0] * requests
-        if controller.num_to_draft(requests):
-            drafts = [Draft(tuple(range(k)))] * requests
-            seconds += drafting
+        if asked := controller.num_to_ask(requests):
+            drafts = [Draft(tuple(range(k)))] * asked + [Draft()] * (requests - asked)
+            seconds += drafting * asked / requests
             if drafting:
-                controller.saw_drafting(requests, drafting)
+                controller.saw_drafting(asked, drafting * asked / requests)
             lengths = controller.choose(drafts, requests)
     return tokens / seconds, requests / cost(requests, requests)
 
@@ -123,16 +123,17 @@ def test_better_drafts_go_first() -> None:
 
 def test_without_adaptation_everything_is_verified() -> None:
     switch = DraftController(3, adaptive=False, fixed_width=False, costs_time=True)
-    assert switch.num_to_draft(5) == 3
+    assert switch.num_to_ask(5) == 5
+    assert switch.num_tokens == 3
     assert switch.choose([Draft((1, 2, 3)), Draft((4,)), Draft()], 3) == [3, 1, 0]
 
 
 def test_nothing_is_verified_before_there_is_a_plain_step_to_compare_with() -> None:
     switch = controller(costs_time=True)
-    assert switch.num_to_draft(2) == 0
+    assert switch.num_to_ask(5) == 0
     assert switch.choose([Draft((1, 2))], 2) == [0]
     switch.saw_step(2, 2, 0.01)
-    assert switch.num_to_draft(2) == 3
+    assert switch.num_to_ask(5) == 2, "a few first"
 
 
 def test_odds_are_those_observed_and_fall_along_a_draft() -> None:
