@@ -287,7 +287,7 @@ class Engine:
 
     # ---- warm-up and weights ---------------------------------------------------------------------------------
 
-    def warmup(self, progress: Callable[[int, int], None] | None = None, *, compile_only: bool = False) -> int:
+    def warmup(self, progress: Callable[[int, int], object] | None = None, *, compile_only: bool = False) -> int:
         """Runs every padded shape once; see `ModelRunner.warmup`."""
         return self._runner.warmup(progress, compile_only=compile_only)
 

@@ -7,7 +7,7 @@ The Scheduler alone changes a Request; everyone else reads. One counter says how
 
 A step computes tokens `num_computed_tokens ..` until the counter has caught up with `num_tokens`; then the last
 row's logits give the next token. Chunked prefill, prefix hits, forks and preemption only move the counter, and so does
-speculation: a step that verifies drafts computes rows beyond `num_tokens`, and the counter stops at the first wrong one.
+speculation: a step that verifies drafts computes rows beyond `num_tokens`; the counter stops at the first wrong one.
 """
 
 from __future__ import annotations

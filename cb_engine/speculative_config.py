@@ -31,10 +31,10 @@ class SpeculativeConfig:
         num_speculative_tokens: k, the most tokens guessed at once; None: 8 for lookups, 3 for a draft model, 2 for a
             head.
         prompt_lookup_min, prompt_lookup_max: the shortest and longest n-gram that "ngram" looks for.
-        model: "draft_model": a loaded causal LM with the same vocabulary, or where to load it from; "eagle3": the folder
-            of a checkpoint, or a loaded head.
-        num_draft_layers: "draft_model": draft with the first so many layers of the model itself, in place of `model`.
-        adaptive: speculate only as far as it pays, by measured acceptance and step times; False: always, up to k tokens.
+        model: "draft_model": a loaded causal LM with the same vocabulary, or where to load it from; "eagle3": the
+            folder of a checkpoint, or a loaded head.
+        num_draft_layers: "draft_model": draft with so many first layers of the model itself, in place of `model`.
+        adaptive: speculate only as far as it pays, by measured acceptance and times; False: always, up to k tokens.
     """
 
     method: SpeculativeMethod

@@ -1,6 +1,6 @@
 """Speculation between two steps: what the last one has shown, and drafts for the next.
 
-Owns the proposer, the switch and the drafts that are out. Does not verify: the next step does, as the Scheduler plans it.
+Owns the proposer, the switch and the drafts that are out. The next step verifies them, as the Scheduler plans it.
 
     step n                      after it                          step n + 1
     rows [t d1 d2] -> tokens    learn: d1 right, d2 wrong         rows [t' d1' ..]
@@ -77,13 +77,12 @@ class Speculator:
             self._controller.saw_draft(draft.kind, 1, int(draft.token_ids[0] == tokens[0].token_id))
 
     def _propose(self) -> None:
-        controller = self._controller
-        most = controller.num_to_ask(max(1, self._scheduler.num_running))
-        if not most:
+        num_requests, num_tokens = self._controller.to_draft(max(1, self._scheduler.num_running))
+        if not num_requests:
             return
-        asks = self._scheduler.draftable(controller.num_tokens, most, with_blocks=self._costs_time)
+        asks = self._scheduler.draftable(num_tokens, num_requests, with_blocks=self._costs_time)
         drafts = self._drafts_for(asks)
-        lengths = controller.choose(drafts, self._scheduler.num_running) if drafts else []
+        lengths = self._controller.choose(drafts, self._scheduler.num_running) if drafts else []
         for ask, draft, length in zip(asks, drafts, lengths, strict=False):
             self._drafts[ask.request] = draft
             self._scheduler.set_draft(ask.request, draft.token_ids[:length])
@@ -100,7 +99,8 @@ class Speculator:
             self._works = False
             return []
         if self._costs_time and asks:
-            self._controller.saw_drafting(len(asks), time.perf_counter() - started)
+            num_tokens = max(ask.max_tokens for ask in asks)
+            self._controller.saw_drafting(len(asks), num_tokens, time.perf_counter() - started)
         return drafts
 
 

@@ -113,7 +113,7 @@ def test_greedy_output_with_every_drafter(family: str, drafter: str) -> None:
 def test_a_drafter_sees_what_it_would_see_alone(drafter: str) -> None:
     """Its drafts are those of plain generation with the draft model, also after chunks, rejections and preemptions: its
     cache has no holes and nothing stale."""
-    model, prompts, references = tiny.family("llama")
+    model, prompts, _ = tiny.family("llama")
     draft_model = tiny.make_model("llama", seed=77)
     speculative = {"method": "draft_model", "num_speculative_tokens": 3, "adaptive": False}
     if drafter == "draft_model":
@@ -227,7 +227,7 @@ def test_every_sampling_option_holds_within_accepted_runs(
         ids = [engine.add_request(p, options)[0] for p, options in zip(several, params, strict=True)]
         return drain(engine, ids)
 
-    config = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 8}
+    config: dict[str, object] = {"block_size": 4, "max_model_len": 64, "max_num_seqs": 8}
     plain = results(Engine(model, config={**config, "attention_backend": "torch"}, eos_token_id=-1))
     futures = {tuple(p): o.generated_tokens for p, o in zip(several, plain, strict=True)}
     oracle = drafting.Oracle(futures, drafting.GUESSES[guess])

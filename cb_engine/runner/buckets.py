@@ -4,7 +4,7 @@ Owns the one rule that turns a step's true sizes into a shape. Warm-up lists sha
 with it, so the two cannot drift apart.
 
     decode         num_seqs sequences of one token, block tables num_blocks wide
-    verify         the same with 1 + k tokens: num_seqs * (1 + k) rows, packed; requests with fewer drafts leave rows over
+    verify         the same with 1 + k tokens: num_seqs * (1 + k) rows, packed; who has fewer drafts leaves rows over
     prefill        width packed tokens of at most num_seqs sequences; the tables have one width, the largest
     draft_prefill  the drafter's pass over a prompt, like prefill
     draft_first    the drafter's pass over what the target has just verified: num_seqs sequences of at most width tokens

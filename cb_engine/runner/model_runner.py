@@ -282,7 +282,7 @@ class ModelRunner:
     # ---- warm-up ---------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def warmup(self, progress: Callable[[int, int], None] | None = None, *, compile_only: bool = False) -> int:
+    def warmup(self, progress: Callable[[int, int], object] | None = None, *, compile_only: bool = False) -> int:
         """Runs the step's own functions over every listed shape, largest first, then freezes the list: forward, sampler
         and acceptance of the target, all passes of the drafter. No value is read from the device.
 

@@ -80,8 +80,8 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """The runner's answer to a plan, by request id. A request that computed only a prompt chunk has no tokens, one whose
-    drafts were verified has one more than were right."""
+    """The runner's answer to a plan, by request id. A request that computed only a prompt chunk has no tokens,
+    one whose drafts were verified has one more than were right."""
 
     sampled: Mapping[str, Sequence[SampledToken]] = field(default_factory=dict)
     prompt_logprobs: Mapping[str, list[list[TokenLogprob]]] = field(default_factory=dict)

@@ -3,10 +3,14 @@
 Owns what has been measured: how often drafts of each kind are right, what a step costs with so many more rows, what
 drafting costs. Does not know requests, devices or clocks: it is told numbers and answers with numbers.
 
-A step of B requests that verifies n drafts, the i-th of which is right with probability P[i], gives B + sum(P) tokens in
-the time T(B, n) + D. It is worth it if that is more tokens a second than B in T(B, 0). Drafts are taken in the order of
-their P, up to the n for which the rate is highest; if that is 0 nothing is verified, and a proposer that costs time is
-not even asked, until a later probe shows that things have changed.
+A step of B requests that verifies n drafts, the i-th of which is right with probability P[i], gives B + sum(P) tokens
+in the time T(B, n) + D. It is worth it if that is more tokens a second than B in T(B, 0). Drafts are taken in the order
+of their P, up to the n for which the rate is highest; if that is 0 nothing is verified, and a proposer that costs time
+is not even asked.
+
+Such a proposer is probed: at first, and again after ever longer times. A probe verifies nothing. It drafts one token
+for a few requests and waits for what the plain step after it gives in that place: a small part of what drafting and
+verifying would cost.
 """
 
 from __future__ import annotations
@@ -22,10 +26,12 @@ _TRUST = 3.0  # observations that an expectation weighs as much as
 _MEMORY = 0.98  # weight of an observation after one more
 _SMOOTH = 0.25  # weight of the latest time
 _OUTLIER = 2.0  # a time beyond so many times the expected is taken for that
-_PATIENCE = 32  # plain steps before the next probe; doubled with every probe in vain
+_PATIENCE = 64  # plain steps before the next probe; doubled with every probe in vain
 _MOST_PATIENCE = 2048
-_PROBE = 4  # rounds that a probe of a proposer that costs time takes, the first one included
-_PROBED = 2  # requests that are drafted for in it: enough to learn from
+_PROBE_SHARE = 0.02  # of the time, that probes may take
+_PROVEN = 16  # steps in a row that verified: it pays, so the patience is short again
+_PROBE = 6  # tokens that are drafted in a probe
+_PROBED = 2  # requests that are drafted for at once in it
 _SELDOM = 4  # one that costs none is asked every so many steps while nothing comes of it
 _QUARTERS = 4  # rows are counted in quarters of the number of requests
 
@@ -47,7 +53,7 @@ class Mean:
 
 
 class Acceptance:
-    """How often drafts are right, by their kind and by the place of a token among them, given that those before were."""
+    """How often drafts are right, by kind and by the place of a token among them, given that those before it were."""
 
     def __init__(self) -> None:
         self._counts: dict[int, list[tuple[float, float]]] = {}  # kind -> by place: (right, tried)
@@ -71,6 +77,13 @@ class Acceptance:
             whole *= expected
             result.append(whole)
         return result
+
+    def fade(self) -> None:
+        """What is known weighs no more than an expectation from here on."""
+        for counts in self._counts.values():
+            for place, (right, tried) in enumerate(counts):
+                share = min(1.0, _TRUST / tried) if tried else 1.0
+                counts[place] = (right * share, tried * share)
 
     def _hope(self, kind: int) -> float:
         """What to expect of a kind: as much as of the next lower one that is known."""
@@ -152,38 +165,35 @@ class DraftController:
         self._costs_time = costs_time
         self.acceptance = Acceptance()
         self.costs = StepCosts()
-        self._drafting: dict[int, Mean] = {}  # seconds, by bit length of the number of requests
-        self._is_probed = False  # whether the drafts that are out belong to one
+        self._drafting: dict[int, Mean] = {}  # seconds for one token each, by bit length of the number of requests
+        self._is_probe = False  # whether the drafts that are out belong to one
         self._idle = 0  # plain steps since drafts were last verified
+        self._busy = 0  # steps that have verified drafts since the last plain one
         self._patience = _PATIENCE
-        self._probing = _PROBE if adaptive and costs_time else 0  # rounds of a probe that are left
+        self._probing = _PROBE if adaptive and costs_time else 0  # tokens of a probe that are left
 
     # ---- what is asked ---------------------------------------------------------------------------------------
 
-    @property
-    def num_tokens(self) -> int:
-        """k."""
-        return self._num_tokens
-
-    def num_to_ask(self, num_requests: int) -> int:
-        """For how many of so many requests to draft now."""
+    def to_draft(self, num_requests: int) -> tuple[int, int]:
+        """For how many of so many requests to draft now, and how many tokens for each."""
+        everything = (num_requests, self._num_tokens)
         if not self._adaptive:
-            return num_requests
+            return everything
         if not self._costs_time:
-            return 0 if self._idle > _PATIENCE and self._idle % _SELDOM else num_requests
-        if self.costs.plain(num_requests) is None:
-            return 0  # nothing to compare with yet
+            return (0, 0) if self._idle > _PATIENCE and self._idle % _SELDOM else everything
         if self._probing > 0:
-            return num_requests if self._fixed_width else min(_PROBED, num_requests)
+            return min(_PROBED, num_requests), 1
+        if self.costs.plain(num_requests) is None:
+            return 0, 0  # nothing to compare with yet
         drafts = [Draft((0,) * self._num_tokens)] * num_requests
-        return num_requests if self._best(drafts, num_requests)[0] else 0
+        return everything if self._best(drafts, num_requests)[0] else (0, 0)
 
     def choose(self, drafts: Sequence[Draft], num_requests: int) -> list[int]:
         """How many tokens of each draft to verify in the next step, which will have so many requests."""
         everything = [len(draft.token_ids) for draft in drafts]
-        if not self._adaptive or self._is_probed:
+        if not self._adaptive:
             return everything
-        if self.costs.plain(num_requests) is None:
+        if self._is_probe or self.costs.plain(num_requests) is None:
             return [0] * len(drafts)
         return self._best(drafts, num_requests)[1]
 
@@ -191,8 +201,7 @@ class DraftController:
         """The number of draft tokens for which the rate is highest, and how they are shared out."""
         odds = [self.acceptance.odds(draft.kind, len(draft.token_ids)) for draft in drafts]
         ranked = sorted(((p, index) for index, of_one in enumerate(odds) for p in of_one), reverse=True)
-        drafting = self._drafting.get(num_requests.bit_length())
-        extra = (drafting.value if drafting and self._costs_time else 0.0) / (self.costs.plain(num_requests) or 1.0)
+        extra = self._num_tokens * self._seconds_a_token(num_requests) / (self.costs.plain(num_requests) or 1.0)
         best, best_rate = 0, _WORTH
         expected = float(num_requests)
         for number, (p, _) in enumerate(ranked, start=1):
@@ -208,6 +217,17 @@ class DraftController:
             lengths[index] += 1
         return best, lengths
 
+    def _seconds_a_token(self, num_requests: int) -> float:
+        """What drafting one token for each of so many requests takes; for a number not seen that of the nearest."""
+        size = num_requests.bit_length()
+        known = min(self._drafting, key=lambda other: abs(other - size), default=None)
+        return 0.0 if known is None else self._drafting[known].value
+
+    def _steps_per_probe(self, num_requests: int) -> float:
+        """Plain steps that have to lie between two probes for these to take no more than their share."""
+        probe = _PROBE / min(_PROBED, num_requests) * self._seconds_a_token(_PROBED)
+        return probe / (_PROBE_SHARE * (self.costs.plain(num_requests) or 1.0))
+
     # ---- what is told ----------------------------------------------------------------------------------------
 
     def saw_step(self, num_requests: int, num_rows: int, seconds: float) -> None:
@@ -215,21 +235,25 @@ class DraftController:
         self.costs.add(num_requests, num_rows, seconds)
         if num_rows > num_requests:
             self._idle = 0
-            if not self._is_probed:
-                self._patience = _PATIENCE  # verified because it pays
+            self._busy += 1
+            if self._busy >= _PROVEN:
+                self._patience = _PATIENCE
             return
         self._idle += 1
-        if self._idle >= self._patience:
+        self._busy = 0
+        if self._idle >= max(self._patience, self._steps_per_probe(num_requests)):
             self._idle = 0
             self._patience = min(2 * self._patience, _MOST_PATIENCE)
             self.costs.forget(num_requests)
-            self._probing = _PROBE if self._costs_time else 0
+            if self._costs_time:
+                self.acceptance.fade()
+                self._probing = _PROBE
 
-    def saw_drafting(self, num_requests: int, seconds: float) -> None:
-        """Drafting for so many requests took so long."""
-        self._drafting.setdefault(num_requests.bit_length(), Mean()).add(seconds)
-        self._is_probed = self._probing > 0
-        self._probing = max(0, self._probing - 1)
+    def saw_drafting(self, num_requests: int, num_tokens: int, seconds: float) -> None:
+        """Drafting so many tokens for each of so many requests took so long."""
+        self._drafting.setdefault(num_requests.bit_length(), Mean()).add(seconds / num_tokens)
+        self._is_probe = self._probing > 0
+        self._probing = max(0, self._probing - num_requests)
 
     def saw_draft(self, kind: int, num_offered: int, num_right: int) -> None:
         """A draft was verified, or its first token was seen to be right or wrong."""

@@ -27,8 +27,8 @@ class Draft:
 
     Attributes:
         token_ids: the guesses, in order.
-        kind: how sure the proposer is, in a measure of its own (the length of a match, for example): how often drafts of
-            a kind are right is learned for each kind apart.
+        kind: how sure the proposer is, in a measure of its own (the length of a match, for example): how often drafts
+            of a kind are right is learned for each kind apart.
     """
 
     token_ids: tuple[int, ...] = ()

@@ -59,7 +59,10 @@ class SuffixProposer:
 
     def forget(self, request: Request) -> None:
         """See `Proposer`. Its text stays, for others, until newer text takes its place."""
-        self._logs.pop(request, None)
+        log = self._logs.pop(request, None)
+        if log is not None:
+            log.close(request.token_ids)
+            self._index.add(log)
 
     def _update_log(self, request: Request) -> _Log:
         log = self._logs.get(request)
@@ -150,6 +153,12 @@ class _Log:
         """Copies what the request has got since the last call."""
         self.tokens.extend(self._source[self._num_seen :])
         self._num_seen = len(self._source)
+
+    def close(self, token_ids: list[int]) -> None:
+        """Copies what the request has got since the last call, for the last time, and lets go of its list."""
+        if self.is_of(token_ids):
+            self.extend()
+        self._source = []
 
     def tail(self, end: int) -> int:
         """The tokens that end at a place as one number; the last one counts most."""

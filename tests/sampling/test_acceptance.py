@@ -12,10 +12,12 @@ N = NOTHING
 
 
 def accepted(
-    sampled: list[list[int]], drafts: list[list[int]], failed: set[tuple[int, int]] = frozenset()
+    sampled: list[list[int]], drafts: list[list[int]], failed: frozenset[tuple[int, int]] = frozenset()
 ) -> list[list[int]]:
     """`sampled[b][i]` is what row i of request b gave; rows are laid out one request after the other."""
-    rows, flat, bad = [], [], []
+    rows: list[list[int]] = []
+    flat: list[int] = []
+    bad: list[bool] = []
     for b, of_one in enumerate(sampled):
         rows.append([len(flat) + i for i in range(len(of_one))])
         bad += [(b, i) in failed for i in range(len(of_one))]
@@ -38,7 +40,7 @@ def test_a_row_that_failed_ends_what_is_before_it():
     failed = {(0, 0), (1, 1), (2, 2)}
     assert accepted(sampled, drafts, failed) == [[N, N, N], [5, N, N], [5, 6, N], [5, 6, 7]]
     # Behind a wrong draft nobody asks.
-    assert accepted([[5, 6, 7]], [[9, 6]], {(0, 1)}) == [[5, N, N]]
+    assert accepted([[5, 6, 7]], [[9, 6]], frozenset({(0, 1)})) == [[5, N, N]]
 
 
 def test_rows_of_padding_stand_in_for_those_that_are_not_there():

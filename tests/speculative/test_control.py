@@ -51,11 +51,12 @@ def play(
                 controller.saw_draft(draft.kind, max(1, length), hits)
         seconds += spent
         drafts, lengths = [Draft()] * requests, [0] * requests
-        if asked := controller.num_to_ask(requests):
-            drafts = [Draft(tuple(range(k)))] * asked + [Draft()] * (requests - asked)
-            seconds += drafting * asked / requests
+        asked, num_tokens = controller.to_draft(requests)
+        if asked:
+            drafts = [Draft(tuple(range(num_tokens)))] * asked + [Draft()] * (requests - asked)
+            seconds += drafting * num_tokens / k
             if drafting:
-                controller.saw_drafting(asked, drafting * asked / requests)
+                controller.saw_drafting(asked, num_tokens, drafting * num_tokens / k)
             lengths = controller.choose(drafts, requests)
     return tokens / seconds, requests / cost(requests, requests)
 
@@ -123,17 +124,38 @@ def test_better_drafts_go_first() -> None:
 
 def test_without_adaptation_everything_is_verified() -> None:
     switch = DraftController(3, adaptive=False, fixed_width=False, costs_time=True)
-    assert switch.num_to_ask(5) == 5
-    assert switch.num_tokens == 3
+    assert switch.to_draft(5) == (5, 3)
     assert switch.choose([Draft((1, 2, 3)), Draft((4,)), Draft()], 3) == [3, 1, 0]
 
 
 def test_nothing_is_verified_before_there_is_a_plain_step_to_compare_with() -> None:
-    switch = controller(costs_time=True)
-    assert switch.num_to_ask(5) == 0
+    switch = controller()
+    assert switch.to_draft(5) == (5, 3), "it costs nothing"
     assert switch.choose([Draft((1, 2))], 2) == [0]
     switch.saw_step(2, 2, 0.01)
-    assert switch.num_to_ask(5) == 2, "a few first"
+    assert switch.choose([Draft((1, 2))], 2) == [2]
+
+
+def test_a_proposer_that_costs_time_is_probed_with_single_tokens_which_are_not_verified() -> None:
+    switch = controller(costs_time=True)
+    for _ in range(3):
+        assert switch.to_draft(5) == (2, 1)
+        switch.saw_drafting(2, 1, 0.0001)
+        assert switch.choose([Draft((1,)), Draft((2,))], 5) == [0, 0]
+        switch.saw_step(5, 5, 0.01)
+        switch.saw_draft(0, 1, 1)
+    assert switch.to_draft(5) == (5, 3), "all six were right"
+    switch.saw_drafting(5, 3, 0.0005)
+    assert min(switch.choose([Draft((1, 2, 3))] * 5, 5)) > 0
+
+
+@pytest.mark.parametrize("requests", [1, 8])
+def test_a_short_run_with_a_useless_drafter_loses_little(requests: int) -> None:
+    """200 steps, a drafter that takes as long as a step and is always wrong."""
+    for k in (2, 3, 8):
+        switch = controller(k, costs_time=True)
+        rate, plain = play(switch, flat, k=k, right=0.0, requests=requests, steps=200, drafting=0.010)
+        assert rate > 0.965 * plain
 
 
 def test_odds_are_those_observed_and_fall_along_a_draft() -> None:

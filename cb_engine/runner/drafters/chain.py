@@ -86,13 +86,13 @@ class ChainDrafter(ABC):
         """What else the first pass takes for these rows, padded to the bucket."""
         return ()
 
-    def _drafted(self, spans: Sequence[Span], token_ids: Sequence[Sequence[int]]) -> None:
+    def _drafted(self, spans: Sequence[Span], token_ids: Sequence[Sequence[int]]) -> None:  # noqa: B027 (not all need it)
         """Notes what was drafted."""
 
-    def observe(self, scheduled: Sequence[ScheduledRequest]) -> None:
+    def observe(self, scheduled: Sequence[ScheduledRequest]) -> None:  # noqa: B027 (not all need it)
         """The target has just computed these rows, in this order."""
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: Request) -> None:  # noqa: B027 (not all need it)
         """See `Proposer.forget`."""
 
     @torch.inference_mode()

@@ -77,14 +77,14 @@ class OwnModel(DraftSource):
             raise UnsupportedModelError(f"the draft model: {error}") from error
         if abs(self._profile.vocab_size - profile.vocab_size) > _MOST_PADDING:
             raise ValueError(
-                f"the draft model has {self._profile.vocab_size} tokens and the model {profile.vocab_size}: it has to be "
-                "one with the same tokenizer"
+                f"the draft model has {self._profile.vocab_size} tokens and the model {profile.vocab_size}: it "
+                "has to be one with the same tokenizer"
             )
         limit = self._profile.max_model_len
         if limit is not None and limit < config.max_model_len:
             raise ValueError(
-                f"the draft model's positions end at {limit}, max_model_len is {config.max_model_len}; set max_model_len "
-                "lower, or take another draft model"
+                f"the draft model's positions end at {limit}, max_model_len is {config.max_model_len}; set "
+                "max_model_len lower, or take another draft model"
             )
         self.layers = tuple(replace(layer, is_drafters=True) for layer in self._profile.layers)
 
@@ -147,8 +147,8 @@ class Head(DraftSource):
         for layer_id in head.config.aux_layer_ids:
             if not 0 <= layer_id < len(layers):
                 raise ValueError(
-                    f"the EAGLE-3 head takes the input of layer {layer_id}, the model has layers 0 to {len(layers) - 1}; "
-                    "heads that take the last layer's output are not supported"
+                    f"the EAGLE-3 head takes the input of layer {layer_id}, the model has layers 0 to {len(layers) - 1}"
+                    "; heads that take the last layer's output are not supported"
                 )
         self._head, self._target = head, profile
         config, device = head.config, profile.layers[-1].device
