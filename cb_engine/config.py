@@ -308,6 +308,7 @@ class ResolvedConfig:
     seed: int | None
     speculative: SpeculativeConfig | None
     fake_static_device: bool
+    max_logprobs: int | None  # the most that a request may ask for; None: the whole vocabulary
 
     @property
     def expected_blocks_per_seq(self) -> int:
@@ -324,6 +325,8 @@ class DeviceDefaults:
     max_num_batched_tokens: int
     pads: bool
 
+
+_STATIC_LOGPROBS = 20  # as in OpenAI's interface
 
 # For models that name no limit, and callers that name none either.
 _FALLBACK_MODEL_LEN = 32768
@@ -389,6 +392,7 @@ def resolve_config(
         seed=config.seed,
         speculative=speculative_config(config.speculative),
         fake_static_device=static,
+        max_logprobs=_STATIC_LOGPROBS if static else None,
     )
 
 

@@ -73,6 +73,9 @@ class Intake:
         params.validate_vocab(self._vocab_size)
         if params.stop and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer: pass tokenizer= to attach, or use stop_token_ids")
+        most = self._config.max_logprobs
+        if most is not None and (params.logprobs or 0) > most:
+            raise ValueError(f"logprobs={params.logprobs} is more than the {most} a device with static shapes reports")
         if params.logprobs is None and self._config.return_logprobs:
             params = params.clone(logprobs=0)
         eos = self._eos if options.eos_token_id is None else _eos_ids(options.eos_token_id)

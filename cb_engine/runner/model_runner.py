@@ -101,8 +101,8 @@ class ModelRunner:
                     self._caches[layer.is_drafters][layer.layer_idx] = cache
 
     def _make_sampler(self) -> TokenSampler:
-        if self.executor.is_static:
-            return StaticSampler(self.executor.run)
+        if self._config.max_logprobs is not None:
+            return StaticSampler(self.executor.run, max_logprobs=self._config.max_logprobs)
         on_cpu = self._profile.output_device.type == "cpu"
         return Sampler(native=self._config.fuse_modules and on_cpu and build.load())
 

@@ -35,8 +35,6 @@ from cb_engine.sampling.state import SamplingState
 from cb_engine.sampling.truncation import Cuts
 from cb_engine.sampling_params import SamplingParams
 
-MAX_LOGPROBS = 20  # as in OpenAI's interface
-
 Run = Callable[..., Any]  # (name of the function, function, its arguments): `Executor.run`
 
 
@@ -102,7 +100,7 @@ class StaticSampler:
             away before they get here.
     """
 
-    def __init__(self, run: Run, *, max_logprobs: int = MAX_LOGPROBS) -> None:
+    def __init__(self, run: Run, *, max_logprobs: int) -> None:
         self._run = run
         self.max_logprobs = max_logprobs
         self._penalties = Penalties()

@@ -57,7 +57,7 @@ def make_states(rows: Sequence[int] = range(len(FIELDS)), seed: int = 0) -> list
 
 def make_static() -> StaticSampler:
     """One that remembers nothing."""
-    return StaticSampler(EagerExecutor().run)
+    return StaticSampler(EagerExecutor().run, max_logprobs=20)
 
 
 def compare(found: Any, expected: Any, states: Sequence[Any]) -> None:
@@ -245,7 +245,7 @@ def test_too_many_states_and_too_many_logprobs_are_refused() -> None:
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_few_graphs_serve_every_batch(inference: bool) -> None:
     device = FakeStaticDevice()
-    static = StaticSampler(device.run)
+    static = StaticSampler(device.run, max_logprobs=20)
     rng = random.Random(0)
     with torch.inference_mode(inference):
         with device.compile_only():
@@ -267,7 +267,7 @@ def test_a_few_graphs_serve_every_batch(inference: bool) -> None:
 
 def test_garbage_from_warm_up_leaves_no_trace() -> None:
     device = FakeStaticDevice()
-    static = StaticSampler(device.run)
+    static = StaticSampler(device.run, max_logprobs=20)
     logits, states = peaky(len(FIELDS), VOCAB), make_states()
     with device.compile_only():
         static.warmup(logits)
@@ -283,7 +283,7 @@ def recording(calls: list[tuple[Any, ...]]) -> StaticSampler:
         calls.append(args)
         return function(*args)
 
-    return StaticSampler(run)
+    return StaticSampler(run, max_logprobs=20)
 
 
 @pytest.mark.parametrize(
