@@ -22,6 +22,7 @@ from cb_engine.hints import WorkloadHints
 from cb_engine.metrics import EngineStats
 from cb_engine.outputs import GenerationOutput, RequestStatus, TokenLogprob
 from cb_engine.sampling_params import SamplingParams
+from cb_engine.speculative_config import SpeculativeConfig
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ __all__ = [
     "RequestStatus",
     "SamplingParams",
     "ShapeNotWarmedError",
+    "SpeculativeConfig",
     "TokenLogprob",
     "UnsupportedModelError",
     "WorkloadHints",

@@ -5,6 +5,7 @@ Names are the field's own (vLLM's `speculative_config`): `method`, `num_speculat
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -109,6 +110,10 @@ def speculative_config(given: SpeculativeConfig | Mapping[str, Any] | None) -> S
         return given
     if not isinstance(given, Mapping):
         raise TypeError(f"speculative must be a dict, a SpeculativeConfig or None, not {type(given).__name__}")
+    return _from_mapping(given)
+
+
+def _from_mapping(given: Mapping[str, Any]) -> SpeculativeConfig:
     known = [f.name for f in fields(SpeculativeConfig)]
     for name in given:
         if name not in known:
@@ -116,3 +121,20 @@ def speculative_config(given: SpeculativeConfig | Mapping[str, Any] | None) -> S
     if "method" not in given:
         raise ValueError(f"speculative needs a method: {', '.join(map(repr, get_args(SpeculativeMethod)))}")
     return SpeculativeConfig(**given)
+
+
+def parse_speculative(text: str) -> SpeculativeConfig:
+    """Settings as a command line gives them: the name of a method, or a JSON object of fields.
+
+    Raises:
+        ValueError, TypeError: it is neither, or see `speculative_config`.
+    """
+    if not text.lstrip().startswith("{"):
+        return SpeculativeConfig(method=text)  # type: ignore[arg-type] # checked there
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f'speculative must be a method or a JSON object like {{"method": "ngram"}}: {error}'
+        ) from error
+    return _from_mapping(given)

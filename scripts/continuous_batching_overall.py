@@ -33,6 +33,7 @@ from bench.workloads import (
     load_questions,
 )
 from cb_engine.models import load_model, resolve_model
+from cb_engine.speculative_config import parse_speculative
 
 
 def positive(text: str) -> int:
@@ -76,6 +77,11 @@ def build_parser() -> argparse.ArgumentParser:
         "in this order (default: cb_engine)",
     )
     add("--batch-size", type=positive, default=64, metavar="N", help="of `static` (default: %(default)s)")
+    add(
+        "--speculative",
+        metavar="METHOD_OR_JSON",
+        help="of `cb_engine`: ngram, suffix, or a JSON object of speculative settings (default: no speculation)",
+    )
     add("--seed", type=int, default=0, help="of random prompts and of sampling (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the rows to FILE, anew after every row")
     add("--compare-to", type=Path, metavar="FILE", help="add a ratio to an earlier run's --json file")
@@ -89,9 +95,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     try:
         lengths = [positive(n) for n in _split(args.rollouts_lengths)]
         args.labels = choose_labels(_split(args.labels), lengths)
-        args.engines = make_engines(_split(args.engines), args.batch_size)
+        speculative = parse_speculative(args.speculative) if args.speculative else None
+        args.engines = make_engines(_split(args.engines), args.batch_size, speculative)
         args.reference = Reference(args.compare_to) if args.compare_to else None
-    except (ValueError, OSError, argparse.ArgumentTypeError) as error:
+    except (ValueError, TypeError, OSError, argparse.ArgumentTypeError) as error:
         parser.error(str(error))
     return args
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import cb_engine
 from cb_engine.models import load_model
+from cb_engine.speculative_config import parse_speculative
 
 QUESTIONS = (
     "What is the capital of Japan?",
@@ -46,7 +47,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--device-map", default="auto", help="where the weights go (default: %(default)s)")
     parser.add_argument("--stream", action="store_true", help="print each answer while it is being written")
-    return parser.parse_args(argv)
+    parser.add_argument(
+        "--speculative",
+        metavar="METHOD_OR_JSON",
+        help='speculate: ngram, suffix, or e.g. \'{"method": "draft_model", "num_draft_layers": 8}\'',
+    )
+    args = parser.parse_args(argv)
+    try:
+        args.speculative = parse_speculative(args.speculative) if args.speculative else None
+    except (ValueError, TypeError) as error:
+        parser.error(str(error))
+    return args
 
 
 def encode(tokenizer: Any, prompts: list[str]) -> list[list[int]]:
@@ -61,15 +72,23 @@ def encode(tokenizer: Any, prompts: list[str]) -> list[list[int]]:
     ]
 
 
-def answer_all(model: Any, inputs: list[list[int]], params: Any) -> tuple[list[Any], Any]:
+def answer_all(model: Any, inputs: list[list[int]], params: Any, config: Any) -> tuple[list[Any], Any]:
     """Answers every prompt in one call. Returns the outputs in input order, and the engine's statistics."""
-    outputs = model.generate_batch(inputs, sampling_params=params, progress_bar=True, persistent_manager=True)
+    outputs = model.generate_batch(
+        inputs,
+        sampling_params=params,
+        continuous_batching_config=config,
+        progress_bar=True,
+        persistent_manager=True,
+    )
     stats = model.init_continuous_batching().stats()  # the manager that call has left
     model.destroy_cached_continuous_batching_manager()
     return list(outputs.values()), stats
 
 
-def stream_all(model: Any, inputs: list[list[int]], params: Any, prompts: list[str]) -> tuple[list[Any], Any]:
+def stream_all(
+    model: Any, inputs: list[list[int]], params: Any, config: Any, prompts: list[str]
+) -> tuple[list[Any], Any]:
     """Submits all prompts at once and prints the answers in order, each as far as it has come."""
     outputs = []
     hints = {
@@ -77,7 +96,7 @@ def stream_all(model: Any, inputs: list[list[int]], params: Any, prompts: list[s
         "max_prompt_length": max(map(len, inputs)),
         "max_generated_length": params.max_tokens,
     }
-    with model.continuous_batching_context_manager(workload_hints=hints) as manager:
+    with model.continuous_batching_context_manager(continuous_batching_config=config, workload_hints=hints) as manager:
         ids = [manager.add_request(one, streaming=True, sampling_params=params) for one in inputs]
         for number, (request_id, prompt) in enumerate(zip(ids, prompts, strict=True), start=1):
             print(f"\n[{number}] {prompt}\n    ", end="", flush=True)
@@ -112,6 +131,11 @@ def print_summary(outputs: list[Any], stats: Any) -> None:
         f"engine: {sum(o.num_cached_tokens for o in outputs)} prompt tokens came from the prefix cache, "
         f"{stats.num_preemptions} preemptions, {stats.step_time_ms:.1f} ms per step"
     )
+    if stats.num_drafts:
+        print(
+            f"speculation: {stats.num_accepted_tokens} of {stats.num_draft_tokens} drafted tokens were right, "
+            f"{stats.mean_acceptance_length:.2f} tokens per verified draft"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -123,10 +147,11 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{args.model}: {model.num_parameters() / 1e6:.0f} M parameters, {model.dtype}, on {model.device}")
     inputs = encode(tokenizer, prompts)
     params = cb_engine.SamplingParams(temperature=args.temperature, max_tokens=args.max_new_tokens)
+    config = cb_engine.EngineConfig(speculative=args.speculative)
     if args.stream:
-        outputs, stats = stream_all(model, inputs, params, prompts)
+        outputs, stats = stream_all(model, inputs, params, config, prompts)
     else:
-        outputs, stats = answer_all(model, inputs, params)
+        outputs, stats = answer_all(model, inputs, params, config)
         print_answers(prompts, outputs)
     print_summary(outputs, stats)
     failed = [o.request_id for o in outputs if o.finish_reason == "error"]

@@ -43,16 +43,21 @@ class Engine:
     cannot: Callable[[Workload], str | None]
 
 
-def make_engines(names: Iterable[str], static_batch: int = _STATIC_BATCH) -> list[Engine]:
+def make_engines(
+    names: Iterable[str], static_batch: int = _STATIC_BATCH, speculative: cb_engine.SpeculativeConfig | None = None
+) -> list[Engine]:
     """The engines of these names, in this order.
 
     Args:
         names: from `cb_engine`, `transformers`, `static`.
         static_batch: sequences in one padded batch.
+        speculative: for cb_engine; None: no speculation.
     """
     known = {
-        "cb_engine": Engine("cb_engine", run_cb_engine, lambda workload: None),
-        "transformers": Engine("transformers", run_transformers, lambda workload: None),
+        "cb_engine": Engine(
+            "cb_engine", lambda model, workload, seed: run_cb_engine(model, workload, seed, speculative), _can_always
+        ),
+        "transformers": Engine("transformers", run_transformers, _can_always),
         "static": Engine(
             "static",
             lambda model, workload, seed: run_static(model, workload, seed, static_batch),
@@ -65,9 +70,15 @@ def make_engines(names: Iterable[str], static_batch: int = _STATIC_BATCH) -> lis
     return [known[name] for name in dict.fromkeys(names)]
 
 
-def run_cb_engine(model: Any, workload: Workload, seed: int) -> Outcome:
+def _can_always(workload: Workload) -> None:
+    """Nothing keeps the engine from this."""
+
+
+def run_cb_engine(
+    model: Any, workload: Workload, seed: int, speculative: cb_engine.SpeculativeConfig | None = None
+) -> Outcome:
     """`generate_batch` of this project. Token ids only, as the others: no text is decoded."""
-    config: dict[str, Any] = {"seed": seed}
+    config: dict[str, Any] = {"seed": seed, "speculative": speculative}
     # On a CPU fused modules are faster than compiled ones, and need no compiling.
     if workload.compile or (workload.compile is None and model.device.type != "cpu"):
         config["compile"] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -32,3 +33,25 @@ def test_streaming_prints_what_listing_prints(tiny_model: Path, capsys: pytest.C
         return [a.split(" [...]")[0].strip() for a in re.findall(r"^    (.+)$", capsys.readouterr().out, re.MULTILINE)]
 
     assert answers() == answers("--stream")
+
+
+def test_speculation_changes_no_answer_and_is_summed_up(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--model", str(tiny_model), "--prompt", "w1 w2 w3 w1 w2 w3", "--max-new-tokens", "24"]
+    # A model that drafts for itself is always right.
+    speculative = json.dumps({"method": "draft_model", "model": str(tiny_model), "adaptive": False})
+
+    def answer(*more: str) -> str:
+        assert demo.main([*args, *more]) == 0
+        return capsys.readouterr().out
+
+    plain, drafted = answer(), answer("--speculative", speculative)
+    assert re.findall(r"^    (.+)$", plain, re.MULTILINE) == re.findall(r"^    (.+)$", drafted, re.MULTILINE)
+    right, tried = re.findall(r"speculation: (\d+) of (\d+) drafted tokens were right", drafted)[0]
+    assert int(right) == int(tried) > 0
+    assert "speculation" not in plain
+
+
+def test_wrong_speculative_settings_are_an_error_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        demo.main(["--speculative", "guessing"])
+    assert "speculative method='guessing' must be one of" in capsys.readouterr().err
