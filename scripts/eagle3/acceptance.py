@@ -13,7 +13,7 @@ import torch
 
 from cb_engine.runner.drafters.eagle3_head import Eagle3Head
 from eagle3.examples import Example
-from eagle3.unrolling import PaddedBatch, shifted, unroll
+from eagle3.unrolling import PaddedBatch, arithmetic, shifted, unroll
 
 _SEQUENCES_PER_BATCH = 8
 
@@ -60,7 +60,7 @@ def _right_drafts(head: Eagle3Head, examples: Sequence[Example], num_drafts: int
     """[B, L, k] whether the draft s of the chain of position p is the token p + s + 1."""
     batch = PaddedBatch.of(examples)
     rows = []
-    with torch.autocast(head.target_ids.device.type, torch.bfloat16):
+    with arithmetic(head, batch):
         for number, hidden in enumerate(unroll(head, batch, num_drafts), start=1):
             drafts = head.target_ids[head.logits(hidden).argmax(-1)].cpu()
             rows.append(drafts == shifted(batch.token_ids, number + 1))

@@ -1,12 +1,13 @@
-"""What the target answers: greedy generations of the engine, kept in a file as they come.
+"""What the target answers: generations of the engine, kept in a file as they come.
 
-Owns the file. A run that was cut off continues behind the last part it has written. Does not know heads.
+Owns the file: a line for what the answers were made with, then one for each. A run that was cut off continues behind
+the last whole line. Does not know heads.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,12 @@ from typing import Any
 from tqdm import tqdm
 
 import cb_engine
-
-_PROMPTS_PER_CALL = 64  # what a cut-off run loses at most
+from eagle3.settings import check_same
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One prompt and the target's greedy answer, EOS included. `question` is its index in the dataset."""
+    """One prompt and the target's answer, EOS included. `question` is its index in the dataset."""
 
     question: int
     prompt_ids: list[int]
@@ -33,54 +33,68 @@ class Generation:
 
 
 def generate_missing(
-    model: Any, prompts: Sequence[tuple[int, list[int]]], max_new: int, path: Path
-) -> dict[int, Generation]:
-    """The generations of all prompts by question: those in the file, and new ones, which are appended to it.
+    model: Any, prompts: Mapping[int, list[int]], settings: Mapping[str, Any], path: Path
+) -> list[Generation]:
+    """The generations of all prompts in their order: those in the file, and new ones, which are appended to it.
 
     Args:
         model: with an engine attached.
-        prompts: (index of the question, token ids).
-        max_new: new tokens at most.
+        prompts: token ids by the index of the question.
+        settings: `max_new`, the most tokens of an answer, and whatever else the answers depend on.
+
+    Raises:
+        ValueError: the file holds answers to other prompts, or made with other settings.
     """
-    known = read_generations(path)
-    missing = [(question, ids) for question, ids in prompts if question not in known]
-    params = cb_engine.SamplingParams(temperature=0.0, max_tokens=max_new)
-    with tqdm(total=len(prompts), initial=len(prompts) - len(missing), desc="generate", unit="prompt") as bar:
-        for start in range(0, len(missing), _PROMPTS_PER_CALL):
-            part = missing[start : start + _PROMPTS_PER_CALL]
-            outputs = model.generate_batch([ids for _, ids in part], sampling_params=params)
-            new = [
-                Generation(question, ids, _answer(question, output))
-                for (question, ids), output in zip(part, outputs.values(), strict=True)
-            ]
-            _append(path, new)
-            known |= {generation.question: generation for generation in new}
-            bar.update(len(part))
-    return {question: known[question] for question, _ in prompts}
+    known = _open(path, settings)
+    for question, ids in prompts.items():
+        if question in known and known[question].prompt_ids != ids:
+            raise ValueError(
+                f"{path} answers another question {question} than the dataset has; delete it, or give another --output"
+            )
+    missing = {question: ids for question, ids in prompts.items() if question not in known}
+    with (
+        tqdm(total=len(prompts), initial=len(prompts) - len(missing), desc="generate", unit="prompt") as bar,
+        path.open("a", encoding="utf-8") as file,
+    ):
+        for generation in _generate(model, missing, settings["max_new"]):
+            file.write(json.dumps(asdict(generation)) + "\n")
+            file.flush()
+            known[generation.question] = generation
+            bar.update()
+    return [known[question] for question in prompts]
 
 
-def _answer(question: int, output: Any) -> list[int]:
-    if output.finish_reason == "error":
-        raise RuntimeError(f"question {question} could not be answered: {output.error}")
-    return list(output.generated_tokens)
-
-
-def read_generations(path: Path) -> dict[int, Generation]:
-    """What the file holds, by question; a last line that was cut off does not count."""
-    if not path.is_file():
+def _open(path: Path, settings: Mapping[str, Any]) -> dict[int, Generation]:
+    """What the file holds, by question. A last line that was cut off is taken away; a new file gets its first line."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if not whole:
+        path.write_text(json.dumps(dict(settings)) + "\n", encoding="utf-8")
         return {}
-    whole = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    records = (Generation(**json.loads(line)) for line in whole)
-    return {generation.question: generation for generation in records}
+    if whole != text:
+        path.write_text(whole, encoding="utf-8")
+    first, *lines = whole.splitlines()
+    check_same(json.loads(first), settings, path)
+    generations = (Generation(**json.loads(line)) for line in lines)
+    return {generation.question: generation for generation in generations}
 
 
-def _append(path: Path, generations: Sequence[Generation]) -> None:
-    """Adds lines behind the last whole one."""
-    before = path.read_text(encoding="utf-8") if path.is_file() else ""
-    whole = before[: before.rfind("\n") + 1]
-    lines = "".join(json.dumps(asdict(generation)) + "\n" for generation in generations)
-    if whole == before:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(lines)
-    else:
-        path.write_text(whole + lines, encoding="utf-8")
+def _generate(model: Any, prompts: Mapping[int, list[int]], max_new: int) -> Iterator[Generation]:
+    """Greedy answers, in the order in which they end."""
+    if not prompts:
+        return
+    params = cb_engine.SamplingParams(temperature=0.0, max_tokens=max_new)
+    hints = {
+        "num_requests": len(prompts),
+        "max_prompt_length": max(map(len, prompts.values())),
+        "max_generated_length": max_new,
+    }
+    with model.continuous_batching_context_manager(workload_hints=hints) as manager:
+        request_ids = manager.add_requests(list(prompts.values()), sampling_params=params)
+        questions = dict(zip(request_ids, prompts, strict=True))
+        for _ in prompts:
+            output = manager.get_result()
+            question = questions[output.request_id]
+            if output.finish_reason == "error":
+                raise RuntimeError(f"question {question} could not be answered: {output.error}")
+            yield Generation(question, prompts[question], list(output.generated_tokens))

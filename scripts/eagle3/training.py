@@ -7,19 +7,18 @@ a run that was cut off continues exactly where its last state left it.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
 from cb_engine.runner.drafters.eagle3_head import Eagle3Head
 from eagle3.examples import Example
-from eagle3.unrolling import PaddedBatch, shifted, unroll
+from eagle3.settings import check_same, save_whole
+from eagle3.unrolling import PaddedBatch, arithmetic, shifted, unroll
 
 _WARM_UP = 0.05  # share of the steps
 _FINAL_RATE = 0.02  # share of the highest learning rate
@@ -84,7 +83,7 @@ def pass_losses(head: Eagle3Head, batch: PaddedBatch, num_passes: int) -> list[t
         teacher_ids = shifted(batch.teacher_ids, number)[rows].long().to(hidden.device)
         probs = shifted(batch.teacher_probs, number)[rows].to(hidden.device)
         logits = head.logits(hidden[rows.to(hidden.device)])
-        loss: torch.Tensor = _TeacherEntropy.apply(logits, teacher_ids, probs)
+        loss: torch.Tensor = _TeacherEntropy.apply(logits, teacher_ids, probs)  # type: ignore[no-untyped-call]
         best = logits.detach().gather(-1, teacher_ids[:, :1]) >= logits.detach().amax(-1, keepdim=True)
         results.append((loss, best.sum() / max(1, len(best))))
     return results
@@ -100,6 +99,7 @@ class Trainer:
 
     def __init__(self, head: Eagle3Head, examples: Sequence[Example], recipe: Recipe, state_path: Path) -> None:
         self._head, self._examples, self._recipe, self._state_path = head, examples, recipe, state_path
+        self._settings = {**asdict(recipe), "examples": len(examples)}
         self._parameters = list(head.parameters())
         self._optimizer = torch.optim.AdamW(
             self._parameters, recipe.learning_rate, betas=(0.9, 0.95), weight_decay=_WEIGHT_DECAY, fused=True
@@ -128,13 +128,13 @@ class Trainer:
         batch = PaddedBatch.of([self._examples[i] for i in self._epoch(epoch)[number]])
         for group in self._optimizer.param_groups:
             group["lr"] = self._recipe.learning_rate * _schedule(self.step, self.num_steps)
-        with torch.autocast(self._head.target_ids.device.type, torch.bfloat16):
+        with arithmetic(self._head, batch):
             results = pass_losses(self._head, batch, self._recipe.num_passes)
         weights = [_LATER_WEIGHT**i for i in range(len(results))]
         losses = torch.stack([weight * loss for weight, (loss, _) in zip(weights, results, strict=True)])
         loss = losses.sum() / sum(weights)
         self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._parameters, _MAX_NORM)
         self._optimizer.step()
         self.step += 1
@@ -151,14 +151,12 @@ class Trainer:
         return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
     def _save(self) -> None:
-        """The state appears whole or not at all."""
-        state = {"step": self.step, "head": self._head.state_dict(), "optimizer": self._optimizer.state_dict()}
-        scratch = self._state_path.with_name(self._state_path.name + ".new")
-        torch.save(state, scratch)
-        os.replace(scratch, self._state_path)
+        state = {"head": self._head.state_dict(), "optimizer": self._optimizer.state_dict()}
+        save_whole({"settings": self._settings, "step": self.step, **state}, self._state_path)
 
     def _load(self) -> None:
         state: dict[str, Any] = torch.load(self._state_path, map_location="cpu", weights_only=True)
+        check_same(state["settings"], self._settings, self._state_path)
         self._head.load_state_dict(state["head"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]

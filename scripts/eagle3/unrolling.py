@@ -13,7 +13,9 @@ predicts the token p + s + 1. It sees the first pass at positions up to p, and i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,13 +63,14 @@ class ChainAttention:
         self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """As `cb_engine.attention.interface.attend`."""
-        q, k, v = (t.unflatten(0, (self._batch_size, -1)).transpose(1, 2) for t in (query, key, value))
+        q, k, v = (t.view(self._batch_size, -1, *t.shape[1:]).transpose(1, 2) for t in (query, key, value))
         if not self._keys:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=params.scale, enable_gqa=True)
         self._keys.append(k.unsqueeze(2))
         self._values.append(v.unsqueeze(2))
         if len(self._keys) > 1:
-            out = self._later_pass(q.unflatten(1, (k.shape[1], -1)), params.scale).flatten(1, 2)
+            grouped = q.reshape(self._batch_size, k.shape[1], -1, *q.shape[2:])
+            out = self._later_pass(grouped, params.scale).flatten(1, 2)
         return out.transpose(1, 2).flatten(0, 1)
 
     def _later_pass(self, q: torch.Tensor, scale: float) -> torch.Tensor:
@@ -93,9 +96,17 @@ def unroll(head: Eagle3Head, batch: PaddedBatch, num_passes: int) -> Iterator[to
     positions = torch.arange(length, device=device).repeat(batch_size).unsqueeze(0)
     for number in range(1, num_passes + 1):
         ids = shifted(batch.token_ids, number).to(device).flatten().unsqueeze(0)
+        with torch.no_grad():
+            embeds = head.embed(ids)  # the target's own, which are not trained
         dtype = head.norm.weight.dtype  # the residual stays as exact as the weights under autocast
-        hidden = head(head.embed(ids).to(dtype), hidden.to(dtype), positions + number - 1)
-        yield hidden[0].unflatten(0, (batch_size, length))
+        hidden = head(embeds.to(dtype), hidden.to(dtype), positions + number - 1)
+        yield hidden[0].view(batch_size, length, -1)
+
+
+def arithmetic(head: Eagle3Head, batch: PaddedBatch) -> AbstractContextManager[Any]:
+    """Matrix products in bf16 if the target computes in half precision, else as they are."""
+    kind = head.target_ids.device.type
+    return torch.autocast(kind, torch.bfloat16, enabled=batch.aux.dtype in (torch.bfloat16, torch.float16))
 
 
 def shifted(rows: torch.Tensor, number: int) -> torch.Tensor:

@@ -3,8 +3,10 @@
 Owns the head's arithmetic and the formats it is stored in. Does not know the engine: which rows a pass has, what its
 attention sees and where keys lie is up to the callable that attends.
 
-    pass 1   hidden = fuse(target's states at p)     embeds = embed(token p + 1)   \
-    pass s   hidden = what pass s - 1 has returned   embeds = embed(token p + s)   / -> forward -> logits: token p + s + 1
+    pass 1   hidden = fuse(target's states at p)     embeds = embed(token p + 1)
+    pass s   hidden = what pass s - 1 has returned   embeds = embed(token p + s)
+
+A pass is `forward` and then `logits`, which are those of token p + s + 1.
 """
 
 from __future__ import annotations
@@ -117,7 +119,7 @@ class _Rotary(nn.Module):
         self.register_buffer("inv_freq", self._exact, persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> _Rotary:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.inv_freq = self._exact.to(self.inv_freq.device)
         return self
 
@@ -191,6 +193,16 @@ class _MidLayer(nn.Module):
         return out
 
 
+class _Borrowed:
+    """A module that a head uses and does not own; a copy of the head uses the same one."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Borrowed:
+        return self
+
+
 class Eagle3Head(nn.Module):
     """See the module docstring. Its state_dict is a checkpoint's, in the `midlayer.*` naming, but for d2t and t2d.
 
@@ -233,7 +245,7 @@ class Eagle3Head(nn.Module):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if target_lm_head is None:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self._shared = (target_embeddings, target_lm_head)  # a tuple hides them from nn.Module
+        self._embeddings, self._target_lm_head = _Borrowed(target_embeddings), _Borrowed(target_lm_head)
 
     def attend_with(self, attend: Attend, layer_idx: int = 0) -> None:
         """Has `attend` called in place of `cb_engine.attention.interface.attend`, as that layer."""
@@ -241,7 +253,7 @@ class Eagle3Head(nn.Module):
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embeddings of the target's token ids."""
-        embeddings = self._shared[0]
+        embeddings = self._embeddings.module
         out: torch.Tensor = self.embed_tokens(ids) if embeddings is None else embeddings(ids)
         return out
 
@@ -261,7 +273,7 @@ class Eagle3Head(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Over the head's own vocabulary; `target_ids` translates it."""
-        lm_head = self.lm_head if self._shared[1] is None else self._shared[1]
+        lm_head = self._target_lm_head.module or self.lm_head
         out: torch.Tensor = lm_head(hidden if self.config.norm_output else self.norm(hidden))
         return out
 
@@ -271,13 +283,14 @@ def _check_target_ids(target_ids: torch.Tensor | None, config: Eagle3Config) -> 
         return
     if target_ids.shape != (config.draft_vocab_size,):
         raise ValueError(
-            f"the draft vocabulary (d2t) has shape {tuple(target_ids.shape)}, draft_vocab_size={config.draft_vocab_size}"
+            f"the draft vocabulary (d2t) has shape {tuple(target_ids.shape)}, "
+            f"draft_vocab_size={config.draft_vocab_size}; the checkpoint does not agree with its {_CONFIG}"
         )
     low, high = int(target_ids.min()), int(target_ids.max())
     if low < 0 or high >= config.vocab_size:
         raise ValueError(
-            f"the draft vocabulary (d2t) maps to tokens {low} to {high}, the target has {config.vocab_size}: the head was "
-            "made for another model"
+            f"the draft vocabulary (d2t) maps to tokens {low} to {high}, the target has {config.vocab_size}: the head "
+            "was made for another model"
         )
 
 
@@ -403,7 +416,7 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 def _parse_config(
     settings: dict[str, Any], target: Any, tensors: Mapping[str, torch.Tensor], d2t: torch.Tensor | None
 ) -> Eagle3Config:
-    """config.json, flat or in the layout of `speculators`; what it leaves out is read off the tensors and the target."""
+    """config.json, flat or in the layout of `speculators`; what it omits is read off the tensors and the target."""
     is_speculators = "transformer_layer_config" in settings
     layer = settings.get("transformer_layer_config") or settings
     own = {**settings, **(settings.get("eagle_config") or {})}

@@ -1,0 +1,202 @@
+"""Trains an EAGLE-3 head for a model from the model's own answers.
+
+    generate   the model answers the questions of a dataset, on its engine
+    collect    what it computes and predicts along its answers
+    train      a head learns to foresee them, several tokens ahead
+    measure    what drafts of the head are worth on questions it was not trained on, also in the engine
+
+Each stage keeps its work in DIR/training: a run that is cut off continues there if the same command is given again.
+DIR itself becomes a checkpoint (config.json, model.safetensors) for
+`EngineConfig(speculative={"method": "eagle3", "model": DIR})`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import cb_engine
+from bench.workloads import DEFAULT_DATASET, encode_questions, load_questions
+from cb_engine import Engine, EngineStats, SamplingParams
+from cb_engine.models import load_model
+from cb_engine.runner.drafters.eagle3_head import Eagle3Head, save_eagle3
+from eagle3.acceptance import measure_acceptance
+from eagle3.examples import (
+    Example,
+    choose_vocabulary,
+    collect_examples,
+    coverage,
+    load_examples,
+    save_examples,
+)
+from eagle3.generations import Generation, generate_missing
+from eagle3.initialising import make_head
+from eagle3.training import Recipe, Trainer
+
+_DEFAULTS = Recipe()
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def number(name: str, default: int | None, text: str) -> None:
+        shown = text if default is None else f"{text} (default: {default})"
+        parser.add_argument(name, type=int, default=default, metavar="N", help=shown)
+
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the head goes")
+    parser.add_argument("--model", default="demo", help="`demo`, a local folder or a hub id (default: %(default)s)")
+    parser.add_argument("--dataset", default=DEFAULT_DATASET, help="a jsonl file or hub id (default: %(default)s)")
+    parser.add_argument("--device-map", default="auto", help="where the weights go (default: %(default)s)")
+    number("--held-out", 200, "the first so many questions are not trained on")
+    number("--eval-questions", 64, "how many of those the head is measured on")
+    number("--train-questions", None, "how many questions are trained on (default: all others)")
+    number("--max-new", 256, "most tokens of an answer")
+    number("--draft-vocab-size", 8192, "most tokens that the head can draft")
+    number("--num-spec-tokens", _DEFAULTS.num_passes, "k, tokens drafted at once")
+    number("--epochs", _DEFAULTS.epochs, "times that all answers are trained on")
+    number("--batch-size", _DEFAULTS.batch_size, "answers per step")
+    number("--seed", _DEFAULTS.seed, "of the first weights and the order of the answers")
+    parser.add_argument(
+        "--learning-rate", type=float, default=_DEFAULTS.learning_rate, help="the highest (default: %(default)s)"
+    )
+    args = parser.parse_args(argv)
+    _check(parser, args)
+    return args
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    for name, value in vars(args).items():
+        if isinstance(value, int) and name != "seed" and value < 1:
+            parser.error(f"--{name.replace('_', '-')} {value} must be at least 1")
+    if not args.learning_rate > 0:
+        parser.error(f"--learning-rate {args.learning_rate} must be above 0")
+    if args.eval_questions > args.held_out:
+        parser.error(
+            f"--eval-questions {args.eval_questions} exceeds --held-out {args.held_out}: a head is not measured on "
+            "what it was trained on"
+        )
+
+
+def split_prompts(
+    prompts: Sequence[list[int]], args: argparse.Namespace
+) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """The prompts to train on and those to measure on, by their places in the dataset.
+
+    Raises:
+        ValueError: nothing is left to train on.
+    """
+    if len(prompts) <= args.held_out:
+        raise ValueError(
+            f"--held-out {args.held_out} leaves none of the {len(prompts)} questions of {args.dataset} to train on; "
+            "hold out fewer"
+        )
+    numbered = list(enumerate(prompts))
+    end = None if args.train_questions is None else args.held_out + args.train_questions
+    return dict(numbered[args.held_out : end]), dict(numbered[: args.eval_questions])
+
+
+@contextmanager
+def _stage(name: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def collect(
+    model: Any, generations: Sequence[Generation], head: Eagle3Head, settings: Mapping[str, Any], path: Path
+) -> list[Example]:
+    """The examples of these generations: those that are kept, or new ones, which are kept."""
+    aux_layer_ids = head.config.aux_layer_ids
+    settings = {**settings, "questions": [generation.question for generation in generations]}
+    if not path.is_file():
+        examples = collect_examples(model, generations, head.target_ids.cpu(), aux_layer_ids, "collect")
+        save_examples(examples, settings, path)
+    return load_examples(settings, path)
+
+
+def measure_in_engine(
+    model: Any, head: Path, prompts: Sequence[list[int]], max_new: int, num_spec_tokens: int
+) -> EngineStats:
+    """What the engine counts while it answers these prompts with the head's drafts."""
+    speculative = {
+        "method": "eagle3",
+        "model": head,
+        "num_speculative_tokens": num_spec_tokens,
+        "adaptive": False,
+    }
+    hints = {
+        "num_requests": len(prompts),
+        "max_prompt_length": max(map(len, prompts)),
+        "max_generated_length": max_new,
+    }
+    engine = Engine(model, config={"speculative": speculative}, hints=hints)
+    for prompt in prompts:
+        engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=max_new))
+    while engine.has_work:
+        engine.step()
+    stats = engine.stats()
+    engine.close()
+    return stats
+
+
+def _print_acceptance(where: str, num_questions: int, mean_length: float, rates: Sequence[float]) -> None:
+    positions = ", ".join(f"{rate:.3f}" for rate in rates)
+    print(
+        f"{where}: mean acceptance length {mean_length:.3f}, accepted per position {positions} "
+        f"(k={len(rates)}, {num_questions} unseen questions)",
+        flush=True,
+    )
+
+
+def train(args: argparse.Namespace) -> None:
+    """All stages."""
+    work = args.output / "training"
+    work.mkdir(parents=True, exist_ok=True)
+    questions = load_questions(args.dataset)
+    model, tokenizer = load_model(args.model, device_map=args.device_map)
+    cb_engine.attach(model, tokenizer=tokenizer)
+    to_train, to_measure = split_prompts(encode_questions(tokenizer, questions), args)
+    settings = {"model": args.model, "max_new": args.max_new}
+    with _stage("generate"):
+        generations = generate_missing(model, to_measure | to_train, settings, work / "generations.jsonl")
+    unseen, seen = generations[: len(to_measure)], generations[len(to_measure) :]
+
+    vocabulary = choose_vocabulary(seen, args.draft_vocab_size, model.config.get_text_config().vocab_size)
+    print(f"draft vocabulary: {len(vocabulary)} tokens, {coverage(unseen, vocabulary):.2%} of unseen answers")
+    head = make_head(model, vocabulary, args.seed)
+    settings["draft_vocab_size"] = len(vocabulary)
+    with _stage("collect"):
+        examples = collect(model, seen, head, settings, work / "examples.pt")
+        unseen_examples = collect(model, unseen, head, settings, work / "unseen.pt")
+    recipe = Recipe(args.epochs, args.batch_size, args.learning_rate, args.num_spec_tokens, args.seed)
+    with _stage("train"):
+        Trainer(head, examples, recipe, work / "state.pt").run()
+    save_eagle3(head.to(model.dtype), args.output)
+    print(f"the head is in {args.output}")
+
+    acceptance = measure_acceptance(head.float(), unseen_examples, args.num_spec_tokens)
+    _print_acceptance("along the model's answers", len(unseen), acceptance.mean_length, acceptance.rates)
+    stats = measure_in_engine(model, args.output, list(to_measure.values()), args.max_new, args.num_spec_tokens)
+    rates = [count / max(1, stats.num_drafts) for count in stats.accepted_per_position]
+    _print_acceptance("in the engine", len(unseen), stats.mean_acceptance_length, rates)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Trains a head; 2 if something that was given is wrong."""
+    args = parse_args(argv)
+    try:
+        train(args)
+    except (ValueError, TypeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

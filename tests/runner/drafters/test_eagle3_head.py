@@ -1,0 +1,318 @@
+"""The EAGLE-3 head alone: its arithmetic against plain loops, and its checkpoints in every public layout."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import tiny
+import torch
+
+from cb_engine.attention.interface import bind
+from cb_engine.runner.drafters.eagle3_head import Eagle3Config, Eagle3Head, load_eagle3, save_eagle3
+from cb_engine.runner.probe import PlainAttention
+
+HEADS, KV_HEADS, DIM, WIDTH, EPS = 4, 2, 8, 32, 1e-6
+CONFIG = Eagle3Config(
+    hidden_size=WIDTH,
+    target_hidden_size=WIDTH,
+    num_attention_heads=HEADS,
+    num_key_value_heads=KV_HEADS,
+    head_dim=DIM,
+    intermediate_size=48,
+    draft_vocab_size=20,
+    vocab_size=tiny.VOCAB,
+    aux_layer_ids=(0, 1, 1),
+    rms_norm_eps=EPS,
+)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "norm_before_residual": {"norm_before_residual": True},
+    "norm_before_fc": {"norm_before_fc": True},
+    "fc_norm": {"fc_norm": True},
+    "norm_output": {"norm_output": True},
+    "no_fc": {"use_aux_hidden_state": False, "aux_layer_ids": (1,)},
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return tiny.make_model("llama")
+
+
+def make_head(target: Any, seed: int = 0, **changes: Any) -> Eagle3Head:
+    """Random weights, norms too; the draft vocabulary is a random part of the target's."""
+    torch.manual_seed(seed)
+    config = replace(CONFIG, **changes)
+    ids = torch.randperm(tiny.VOCAB)[: config.draft_vocab_size].sort().values
+    head = Eagle3Head(config, target_ids=ids, target_embeddings=target.get_input_embeddings()).eval()
+    with torch.no_grad():
+        for parameter in head.parameters():
+            noise = torch.randn(parameter.shape) * 0.2
+            parameter.copy_(noise if parameter.dim() > 1 else 1 + noise)
+    return head
+
+
+# ---- arithmetic ----------------------------------------------------------------------------------------------------
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def rotated(x: torch.Tensor, position: int) -> torch.Tensor:
+    """One head's vector of `DIM`: pair i, halves apart, turned by position / 10000^(2i / DIM)."""
+    out = x.clone()
+    for i in range(DIM // 2):
+        angle = position / 10000 ** (2 * i / DIM)
+        a, b = x[i], x[i + DIM // 2]
+        out[i], out[i + DIM // 2] = a * math.cos(angle) - b * math.sin(angle), b * math.cos(angle) + a * math.sin(angle)
+    return out
+
+
+def reference_pass(
+    head: Eagle3Head, embeds: torch.Tensor, hidden: torch.Tensor, positions: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a pass returns, and its logits, in double precision, row by row."""
+    w = {name: tensor.double() for name, tensor in head.state_dict().items()}
+    config, layer = head.config, "midlayer."
+    normed = rms(hidden, w[layer + "hidden_norm.weight"])
+    x = torch.cat([rms(embeds, w[layer + "input_layernorm.weight"]), normed], -1)
+    q, k, v = (x @ w[f"{layer}self_attn.{n}_proj.weight"].T for n in "qkv")
+    rows = []
+    for i in range(len(x)):
+        heads = []
+        for h in range(HEADS):
+            g = slice(h // (HEADS // KV_HEADS) * DIM, (h // (HEADS // KV_HEADS) + 1) * DIM)
+            own = rotated(q[i, h * DIM : (h + 1) * DIM], positions[i])
+            scores = torch.stack([own @ rotated(k[j, g], positions[j]) / math.sqrt(DIM) for j in range(i + 1)])
+            heads.append(scores.softmax(0) @ v[: i + 1, g])
+        rows.append(torch.cat(heads))
+    h1 = (normed if config.norm_before_residual else hidden) + torch.stack(rows) @ w[
+        layer + "self_attn.o_proj.weight"
+    ].T
+    y = rms(h1, w[layer + "post_attention_layernorm.weight"])
+    gate, up = (y @ w[f"{layer}mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+    h2 = h1 + (torch.nn.functional.silu(gate) * up) @ w[layer + "mlp.down_proj.weight"].T
+    final = rms(h2, w["norm.weight"])
+    return final if config.norm_output else h2, final @ w["lm_head.weight"].T
+
+
+def reference_fuse(head: Eagle3Head, states: list[torch.Tensor]) -> torch.Tensor:
+    w = {name: tensor.double() for name, tensor in head.state_dict().items()}
+    if head.config.fc_norm:
+        states = [rms(state, w[f"fc_norm.{i}.weight"]) for i, state in enumerate(states)]
+    joined = torch.cat(states, -1)
+    if head.config.norm_before_fc:
+        joined = rms(joined, w["input_norm.weight"])
+    return joined @ w["fc.weight"].T if head.config.use_aux_hidden_state else joined
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_passes_against_plain_loops(target: Any, variant: str) -> None:
+    head = make_head(target, **VARIANTS[variant])
+    states = [torch.randn(5, WIDTH, dtype=torch.float64) for _ in head.config.aux_layer_ids]
+    ids = torch.randint(0, tiny.VOCAB, (5,))
+    embeds = target.get_input_embeddings().weight[ids]
+    assert torch.equal(head.embed(ids), embeds)
+    hidden = head.fuse(torch.cat(states, -1).float().unsqueeze(0))
+    expected = reference_fuse(head, states)
+    torch.testing.assert_close(hidden[0].double(), expected, rtol=1e-4, atol=1e-5)
+    for first in (0, 3):
+        positions = list(range(first, first + 5))
+        with bind(PlainAttention()):
+            hidden = head(embeds.unsqueeze(0), hidden, torch.tensor([positions]))
+        expected, logits = reference_pass(head, embeds.double(), expected, positions)
+        torch.testing.assert_close(hidden[0].double(), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(head.logits(hidden[0]).double(), logits, rtol=1e-4, atol=1e-4)
+
+
+def test_frequencies_stay_exact_when_the_head_is_cast(target: Any) -> None:
+    head = make_head(target)
+    exact = head.midlayer.self_attn.rotary_emb.inv_freq.clone()
+    head = head.to(torch.bfloat16)
+    assert head.midlayer.self_attn.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(head.midlayer.self_attn.rotary_emb.inv_freq, exact)
+    assert target.get_input_embeddings().weight.dtype == torch.float32, "the target's modules are left alone"
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def load(path: Path, target: Any, **more: Any) -> Eagle3Head:
+    return load_eagle3(path, target_embeddings=target.get_input_embeddings(), target_config=target.config, **more)
+
+
+def assert_same(loaded: Eagle3Head, head: Eagle3Head) -> None:
+    assert loaded.config == head.config
+    assert torch.equal(loaded.target_ids, head.target_ids)
+    expected = head.state_dict()
+    assert loaded.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
+    file = folder / "model.safetensors"
+    safetensors.torch.save_file(change(safetensors.torch.load_file(file)), file)
+
+
+def reconfigure(folder: Path, **changes: Any) -> None:
+    """Sets keys of config.json; `...` takes one away."""
+    file = folder / "config.json"
+    config = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_saved_is_loaded(target: Any, tmp_path: Path, variant: str) -> None:
+    head = make_head(target, **VARIANTS[variant])
+    save_eagle3(head, tmp_path)
+    assert_same(load(tmp_path, target), head)
+
+
+def test_the_file_is_as_other_engines_expect_it(target: Any, tmp_path: Path) -> None:
+    head = make_head(target)
+    save_eagle3(head, tmp_path)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert torch.equal(torch.arange(20) + tensors["d2t"], head.target_ids)
+    assert tensors["t2d"].dtype == torch.bool
+    assert tensors["t2d"].nonzero().flatten().tolist() == head.target_ids.tolist()
+    assert tensors["fc.weight"].shape == (WIDTH, 3 * WIDTH)
+    assert tensors["midlayer.self_attn.q_proj.weight"].shape == (HEADS * DIM, 2 * WIDTH)
+    assert tensors["lm_head.weight"].shape == (20, WIDTH)
+    assert "embed_tokens.weight" not in tensors
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert (config["draft_vocab_size"], config["vocab_size"], config["num_hidden_layers"]) == (20, tiny.VOCAB, 1)
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize("layer", ["midlayer.", "layers.0."])
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_namings_and_files(target: Any, tmp_path: Path, prefix: str, layer: str, kind: str) -> None:
+    head = make_head(target)
+    save_eagle3(head, tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {prefix + n.replace("midlayer.", layer): t for n, t in safetensors.torch.load_file(file).items()}
+    tensors |= {"d2t": tensors.pop(prefix + "d2t"), "midlayer.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    if kind == "bin":
+        file.unlink()
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+    else:
+        safetensors.torch.save_file(tensors, file)
+    assert_same(load(tmp_path, target), head)
+
+
+def test_the_layout_of_speculators(target: Any, tmp_path: Path) -> None:
+    """Sizes are in `transformer_layer_config`, and the residual is normalised unless it says otherwise."""
+    head = make_head(target, norm_before_residual=True)
+    save_eagle3(head, tmp_path)
+    file = tmp_path / "config.json"
+    flat = json.loads(file.read_text())
+    moved = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+    layer = {name: flat[name] for name in (*moved, "vocab_size", "rms_norm_eps")}
+    own = {"draft_vocab_size": 20, "eagle_aux_hidden_state_layer_ids": [0, 1, 1], "speculators_config": {}}
+    file.write_text(json.dumps({"transformer_layer_config": {**layer, "max_position_embeddings": 2048}, **own}))
+    assert_same(load(tmp_path, target), head)
+
+
+def test_what_an_old_config_leaves_out(target: Any, tmp_path: Path) -> None:
+    head = make_head(target)
+    save_eagle3(head, tmp_path)
+    reconfigure(
+        tmp_path, head_dim=..., draft_vocab_size=..., target_hidden_size=..., rope_parameters=..., eagle_config=...
+    )
+    loaded = load(tmp_path, target)
+    assert loaded.config == replace(head.config, aux_layer_ids=(1, 1, 0)), "2, n // 2 and n - 3 of two layers"
+
+
+def test_own_embeddings_and_the_targets_output_matrix(target: Any, tmp_path: Path) -> None:
+    """A head without lm_head drafts all of the target's tokens; one with embeddings uses those."""
+    config = replace(CONFIG, draft_vocab_size=tiny.VOCAB)
+    torch.manual_seed(0)
+    lm_head = target.get_output_embeddings()
+    save_eagle3(Eagle3Head(config, target_lm_head=lm_head), tmp_path)
+    rewrite(tmp_path, lambda tensors: {n: t for n, t in tensors.items() if n not in ("d2t", "t2d")})
+    with pytest.raises(ValueError, match="give target_lm_head"):
+        load(tmp_path, target)
+    head = load(tmp_path, target, target_lm_head=lm_head)
+    assert head.target_ids.tolist() == list(range(tiny.VOCAB))
+    hidden = torch.randn(3, WIDTH)
+    assert torch.equal(head.logits(hidden), lm_head(head.norm(hidden)))
+    assert torch.equal(head.embed(torch.tensor([3])), head.embed_tokens.weight[3:4])
+    tied = tiny.make_model("llama", tie_word_embeddings=True)
+    head = load(tmp_path, tied)
+    assert torch.equal(head.logits(hidden), head.norm(hidden) @ tied.get_input_embeddings().weight.T)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 64}, r"target of vocabulary 64, this one has 128; take another head"),
+        ({"target_hidden_size": 48}, r"target of hidden size 48, this one has 32; take another head"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}}, r"inputs of layers \[0, 1, 9\]"),
+        ({"num_hidden_layers": 2}, r"2 layers; only heads of one layer"),
+        ({"intermediate_size": ...}, r"config.json does not give intermediate_size"),
+        ({"intermediate_size": 64}, r"mlp.gate_proj.weight is \[48, 32\], .* ask for \[64, 32\]"),
+        ({"draft_vocab_size": 21}, r"d2t\) has shape \(20,\), draft_vocab_size=21"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, r"rope_type 'dynamic' is not supported; known"),
+        ({"layer_types": ["sliding_attention"]}, r"sliding-window attention"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else next(iter(value)),
+)
+def test_a_config_that_does_not_fit(target: Any, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    save_eagle3(make_head(target), tmp_path)
+    reconfigure(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message) as error:
+        load(tmp_path, target)
+    assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: {n: x for n, x in t.items() if n != "fc.weight"}, r"tensors are missing: fc.weight"),
+        (lambda t: {**t, "extra.weight": torch.zeros(1)}, r"unknown tensors: extra.weight"),
+        (lambda t: {**t, "fc.weight": torch.zeros(32, 64)}, r"fc.weight is \[32, 64\], .* ask for \[32, 96\]"),
+        (lambda t: {**t, "d2t": t["d2t"] + 100}, r"maps to tokens \d+ to \d+, the target has 128"),
+    ],
+    ids=["missing", "unknown", "shape", "d2t"],
+)
+def test_tensors_that_do_not_fit(
+    target: Any, tmp_path: Path, change: Callable[[Tensors], Tensors], message: str
+) -> None:
+    save_eagle3(make_head(target), tmp_path)
+    rewrite(tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, target)
+
+
+def test_folders_that_hold_no_head(target: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no folder; give one that holds an EAGLE-3 checkpoint"):
+        load(tmp_path / "none", target)
+    with pytest.raises(ValueError, match=r"holds neither model.safetensors nor pytorch_model.bin"):
+        load(tmp_path, target)
+    save_eagle3(make_head(target), tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json cannot be read"):
+        load(tmp_path, target)
+
+
+def test_a_head_narrower_than_the_target_needs_embeddings_of_its_own(target: Any) -> None:
+    config = replace(CONFIG, hidden_size=16)
+    with pytest.raises(ValueError, match=r"needs embed_tokens.weight of its own"):
+        Eagle3Head(config, target_embeddings=target.get_input_embeddings())
+    with pytest.raises(ValueError, match=r"needs lm_head.weight of its own"):
+        Eagle3Head(config, target_lm_head=target.get_output_embeddings())
