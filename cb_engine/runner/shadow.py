@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,12 +17,14 @@ from torch import nn
 from cb_engine.attention.interface import ATTENTION_NAME
 from cb_engine.errors import UnsupportedModelError
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
 _PLAIN = (bool, int, float, str, type(None))
 _INTERNALS = frozenset(nn.Module().__dict__)  # what every module has: parameters, hooks, the train flag
 _SAMPLES = 64  # values of each tensor that a fingerprint holds
 
 
-def make_shadow(model: nn.Module) -> nn.Module:
+def make_shadow(model: ModuleT) -> ModuleT:
     """Copies the module tree and config; every parameter and buffer of the copy *is* the model's own tensor.
 
     The copy is in eval mode and attends through the engine. Forward hooks and accelerate's hooks go along, bound

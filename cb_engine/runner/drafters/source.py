@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cb_engine.attention.interface import attend
 from cb_engine.config import ResolvedConfig
 from cb_engine.errors import UnsupportedModelError
 from cb_engine.models import load_model
@@ -24,7 +25,7 @@ from cb_engine.runner.drafters.draft_model import DraftModelDrafter, decoder_lay
 from cb_engine.runner.drafters.eagle3 import AuxStates, Eagle3Drafter, head_forward
 from cb_engine.runner.drafters.eagle3_head import Eagle3Head, load_eagle3
 from cb_engine.runner.forward import Forward
-from cb_engine.runner.fusion import fused_shadow
+from cb_engine.runner.fusion import fused_shadow, packed_shadow
 from cb_engine.runner.kv_layout import LayerGroup, only
 from cb_engine.runner.probe import AttentionLayer, ModelProfile, profile_model, run_probe
 from cb_engine.runner.shadow import make_shadow
@@ -142,7 +143,7 @@ class FirstLayers(DraftSource):
 class Head(DraftSource):
     """An EAGLE-3 head: one layer of its own, and a look at the target's states."""
 
-    def __init__(self, head: Eagle3Head, shadow: nn.Module, profile: ModelProfile) -> None:
+    def __init__(self, head: Eagle3Head, shadow: nn.Module, profile: ModelProfile, *, pack: bool | None) -> None:
         _, layers = decoder_layers(shadow)
         for layer_id in head.config.aux_layer_ids:
             if not 0 <= layer_id < len(layers):
@@ -150,10 +151,10 @@ class Head(DraftSource):
                     f"the EAGLE-3 head takes the input of layer {layer_id}, the model has layers 0 to {len(layers) - 1}"
                     "; heads that take the last layer's output are not supported"
                 )
-        self._head, self._target = head, profile
+        self._head, self._target, self._pack = head, profile, pack
         config, device = head.config, profile.layers[-1].device
         self._dtype = profile.layers[-1].dtype
-        head.to(device, self._dtype)
+        _check_head(head, device, self._dtype)
         self.layers = (
             AttentionLayer(
                 0,
@@ -171,7 +172,9 @@ class Head(DraftSource):
         return DraftShapes(num_tokens, first_width=1 + num_tokens, prefills=True)
 
     def forward(self, shadow: nn.Module) -> Forward:
-        return head_forward(self._head, self._aux)
+        head = make_shadow(self._head)
+        head.attend_with(attend)
+        return head_forward(packed_shadow(head, pack=self._pack), self._aux)
 
     def drafter(self, passes: Passes) -> ChainDrafter:
         return Eagle3Drafter(passes, self._head.config.hidden_size, self._dtype)
@@ -210,6 +213,16 @@ def draft_source(
     if isinstance(given, str | Path):
         embeddings = getattr(model, "get_input_embeddings")()  # noqa: B009 (a Module's attributes are typed as modules)
         given = load_eagle3(given, target_embeddings=embeddings, target_config=model.config)
+        given.to(profile.layers[-1].device, profile.layers[-1].dtype)
     if not isinstance(given, Eagle3Head):
         raise TypeError(f"speculative model must be the folder of an EAGLE-3 checkpoint or a head, not {given!r}")
-    return Head(given, shadow, profile)
+    return Head(given, shadow, profile, pack=config.pack_weights)
+
+
+def _check_head(head: Eagle3Head, device: torch.device, dtype: torch.dtype) -> None:
+    for name, weight in head.named_parameters():
+        if (weight.device, weight.dtype) != (device, dtype):
+            raise ValueError(
+                f"the EAGLE-3 head's {name} is {weight.dtype} on {weight.device}, the model's last layer {dtype} on "
+                f"{device}; call head.to({device}, {dtype}), or give its folder"
+            )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from cb_engine.runner.fusion.known import fused_attention, fused_layer, fused_ml
 from cb_engine.runner.fusion.linear import has_matrix_tiles, has_native_kernels, is_plain, packed_linear
 from cb_engine.runner.fusion.programs import is_torch_untouched
 from cb_engine.runner.probe import PlainAttention
+from cb_engine.runner.shadow import ModuleT
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +63,9 @@ def fused_shadow(
         pack: whether weights may be packed: no, yes, or None for "if memory allows". Without, only norms are fused.
     """
     shadow = make()
-    linears = {module for module in shadow.modules() if is_plain(module)}
-    size = sum(linear.weight.nbytes for linear in linears)
-    if pack is None:
-        pack = size * _KEEP_FREE <= free_memory(torch.device("cpu"))
+    linears = _plain_linears(shadow)
+    size = _bytes(linears)
+    pack = _may_pack(size, pack)
     if not linears or not (fuse or pack) or not is_torch_untouched():
         return shadow, Fusion()
     native = has_native_kernels()
@@ -80,7 +80,7 @@ def fused_shadow(
     del calls
     if pack:
         _pack_linears(shadow, native)
-        fusion.packed_bytes = size - sum(m.weight.nbytes for m in {m for m in shadow.modules() if is_plain(m)})
+        fusion.packed_bytes = size - _bytes(_plain_linears(shadow))
         if native and has_matrix_tiles(next(iter(linears)).weight.dtype):
             fusion.packed_bytes *= 2  # in both layouts
     reason = _difference(lambda: forward(shadow), expected, _CachedAttention(attention.keys), _TREE_TOLERANCE)
@@ -88,6 +88,30 @@ def fused_shadow(
         return shadow, fusion
     logger.warning("nothing is fused: as a whole, the fused model is not the same: %s", reason)
     return make(), Fusion()
+
+
+def packed_shadow(shadow: ModuleT, *, pack: bool | None) -> ModuleT:
+    """The same tree with its linear layers packed, for one whose modules are this project's own.
+
+    Args:
+        pack: see `fused_shadow`.
+    """
+    linears = _plain_linears(shadow)
+    if linears and _may_pack(_bytes(linears), pack) and is_torch_untouched():
+        _pack_linears(shadow, has_native_kernels())
+    return shadow
+
+
+def _plain_linears(shadow: nn.Module) -> set[nn.Linear]:
+    return {module for module in shadow.modules() if is_plain(module)}
+
+
+def _bytes(linears: Iterable[nn.Linear]) -> int:
+    return sum(linear.weight.nbytes for linear in linears)
+
+
+def _may_pack(num_bytes: int, wish: bool | None) -> bool:
+    return num_bytes * _KEEP_FREE <= free_memory(torch.device("cpu")) if wish is None else wish
 
 
 def _pack_linears(shadow: nn.Module, native: bool) -> None:
