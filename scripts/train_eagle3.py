@@ -3,7 +3,7 @@
     generate   the model answers the questions of a dataset, on its engine
     collect    what it computes and predicts along its answers
     train      a head learns to foresee them, several tokens ahead
-    measure    what drafts of the head are worth on questions it was not trained on, also in the engine
+    measure    the engine answers questions that the head was not trained on, with its drafts
 
 Each stage keeps its work in DIR/training: a run that is cut off continues there if the same command is given again.
 DIR itself becomes a checkpoint (config.json, model.safetensors) for
@@ -20,20 +20,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 import cb_engine
 from bench.workloads import DEFAULT_DATASET, encode_questions, load_questions
 from cb_engine import Engine, EngineStats, SamplingParams
 from cb_engine.models import load_model
 from cb_engine.runner.drafters.eagle3_head import Eagle3Head, save_eagle3
-from eagle3.acceptance import measure_acceptance
-from eagle3.examples import (
-    Example,
-    choose_vocabulary,
-    collect_examples,
-    coverage,
-    load_examples,
-    save_examples,
-)
+from eagle3.examples import Example, choose_vocabulary, collect_examples, coverage, load_examples, save_examples
 from eagle3.generations import Generation, generate_missing
 from eagle3.initialising import make_head
 from eagle3.training import Recipe, Trainer
@@ -57,7 +51,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     number("--eval-questions", 64, "how many of those the head is measured on")
     number("--train-questions", None, "how many questions are trained on (default: all others)")
     number("--max-new", 256, "most tokens of an answer")
-    number("--draft-vocab-size", 8192, "most tokens that the head can draft")
+    number("--draft-vocab-size", 4096, "most tokens that the head can draft")
     number("--num-spec-tokens", _DEFAULTS.num_passes, "k, tokens drafted at once")
     number("--epochs", _DEFAULTS.epochs, "times that all answers are trained on")
     number("--batch-size", _DEFAULTS.batch_size, "answers per step")
@@ -112,23 +106,20 @@ def collect(
     model: Any, generations: Sequence[Generation], head: Eagle3Head, settings: Mapping[str, Any], path: Path
 ) -> list[Example]:
     """The examples of these generations: those that are kept, or new ones, which are kept."""
-    aux_layer_ids = head.config.aux_layer_ids
     settings = {**settings, "questions": [generation.question for generation in generations]}
     if not path.is_file():
-        examples = collect_examples(model, generations, head.target_ids.cpu(), aux_layer_ids, "collect")
+        examples = collect_examples(model, generations, head.target_ids.cpu(), head.config.aux_layer_ids)
         save_examples(examples, settings, path)
     return load_examples(settings, path)
 
 
-def measure_in_engine(
-    model: Any, head: Path, prompts: Sequence[list[int]], max_new: int, num_spec_tokens: int
-) -> EngineStats:
+def measure(model: Any, head: Path, prompts: Sequence[list[int]], max_new: int, num_spec_tokens: int) -> EngineStats:
     """What the engine counts while it answers these prompts with the head's drafts."""
     speculative = {
         "method": "eagle3",
         "model": head,
         "num_speculative_tokens": num_spec_tokens,
-        "adaptive": False,
+        "adaptive": False,  # it is to be known how good the head is, not where it pays
     }
     hints = {
         "num_requests": len(prompts),
@@ -138,53 +129,50 @@ def measure_in_engine(
     engine = Engine(model, config={"speculative": speculative}, hints=hints)
     for prompt in prompts:
         engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=max_new))
-    while engine.has_work:
-        engine.step()
+    with tqdm(total=len(prompts), desc="measure", unit="prompt") as bar:
+        while engine.has_work:
+            bar.update(len(engine.step()))
     stats = engine.stats()
     engine.close()
     return stats
 
 
-def _print_acceptance(where: str, num_questions: int, mean_length: float, rates: Sequence[float]) -> None:
-    positions = ", ".join(f"{rate:.3f}" for rate in rates)
+def print_acceptance(stats: EngineStats, num_questions: int) -> None:
+    """Prints what `measure` has found."""
+    rates = ", ".join(f"{count / max(1, stats.num_drafts):.3f}" for count in stats.accepted_per_position)
     print(
-        f"{where}: mean acceptance length {mean_length:.3f}, accepted per position {positions} "
-        f"(k={len(rates)}, {num_questions} unseen questions)",
-        flush=True,
+        f"{num_questions} unseen questions, k={len(stats.accepted_per_position)}: mean acceptance length "
+        f"{stats.mean_acceptance_length:.3f}; accepted per position {rates}; {stats.num_drafts} drafts, "
+        f"{stats.num_draft_tokens} tokens drafted, {stats.num_accepted_tokens} accepted"
     )
 
 
 def train(args: argparse.Namespace) -> None:
     """All stages."""
-    work = args.output / "training"
-    work.mkdir(parents=True, exist_ok=True)
     questions = load_questions(args.dataset)
     model, tokenizer = load_model(args.model, device_map=args.device_map)
     cb_engine.attach(model, tokenizer=tokenizer)
     to_train, to_measure = split_prompts(encode_questions(tokenizer, questions), args)
+    work = args.output / "training"
+    work.mkdir(parents=True, exist_ok=True)
+
     settings = {"model": args.model, "max_new": args.max_new}
     with _stage("generate"):
-        generations = generate_missing(model, to_measure | to_train, settings, work / "generations.jsonl")
-    unseen, seen = generations[: len(to_measure)], generations[len(to_measure) :]
-
-    vocabulary = choose_vocabulary(seen, args.draft_vocab_size, model.config.get_text_config().vocab_size)
-    print(f"draft vocabulary: {len(vocabulary)} tokens, {coverage(unseen, vocabulary):.2%} of unseen answers")
+        generations = generate_missing(model, to_train, settings, work / "generations.jsonl")
+    vocabulary = choose_vocabulary(generations, args.draft_vocab_size, model.config.get_text_config().vocab_size)
+    print(f"the head can draft {len(vocabulary)} tokens: {coverage(generations, vocabulary):.1%} of the answers")
     head = make_head(model, vocabulary, args.seed)
-    settings["draft_vocab_size"] = len(vocabulary)
     with _stage("collect"):
-        examples = collect(model, seen, head, settings, work / "examples.pt")
-        unseen_examples = collect(model, unseen, head, settings, work / "unseen.pt")
+        settings["draft_vocab_size"] = len(vocabulary)
+        examples = collect(model, generations, head, settings, work / "examples.pt")
     recipe = Recipe(args.epochs, args.batch_size, args.learning_rate, args.num_spec_tokens, args.seed)
     with _stage("train"):
         Trainer(head, examples, recipe, work / "state.pt").run()
     save_eagle3(head.to(model.dtype), args.output)
-    print(f"the head is in {args.output}")
-
-    acceptance = measure_acceptance(head.float(), unseen_examples, args.num_spec_tokens)
-    _print_acceptance("along the model's answers", len(unseen), acceptance.mean_length, acceptance.rates)
-    stats = measure_in_engine(model, args.output, list(to_measure.values()), args.max_new, args.num_spec_tokens)
-    rates = [count / max(1, stats.num_drafts) for count in stats.accepted_per_position]
-    _print_acceptance("in the engine", len(unseen), stats.mean_acceptance_length, rates)
+    print(f"the head is in {args.output}", flush=True)
+    with _stage("measure"):
+        stats = measure(model, args.output, list(to_measure.values()), args.max_new, args.num_spec_tokens)
+    print_acceptance(stats, len(to_measure))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -60,12 +60,12 @@ def coverage(generations: Sequence[Generation], vocabulary: torch.Tensor) -> flo
 
 
 def collect_examples(
-    model: Any, generations: Sequence[Generation], vocabulary: torch.Tensor, aux_layer_ids: Sequence[int], label: str
+    model: Any, generations: Sequence[Generation], vocabulary: torch.Tensor, aux_layer_ids: Sequence[int]
 ) -> list[Example]:
     """Runs the target over every prompt and answer. Returns them in order, on the CPU."""
     examples: dict[int, Example] = {}
     total = sum(len(generation.token_ids) for generation in generations)
-    with tqdm(total=total, desc=label, unit="tok", unit_scale=True) as bar, torch.inference_mode():
+    with tqdm(total=total, desc="collect", unit="tok", unit_scale=True) as bar, torch.no_grad():
         for part in _parts([len(generation.token_ids) for generation in generations]):
             made = _run(model, [generations[i] for i in part], vocabulary, aux_layer_ids)
             for place, example in zip(part, made, strict=True):
