@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import tiny
+import torch
 
 from cb_engine import Engine
 from cb_engine.request import Request
+from cb_engine.runner.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from cb_engine.speculative.proposer import Draft, DraftAsk
 
 Guess = Callable[[Sequence[int], random.Random], list[int]]
@@ -30,6 +33,29 @@ def at_random(future: Sequence[int], rng: random.Random) -> list[int]:
 
 
 GUESSES: dict[str, Guess] = {"right": always_right, "wrong": always_wrong, "random": at_random}
+
+
+def make_head(model: Any, *, draft_vocab_size: int = tiny.VOCAB, seed: int = 0) -> Eagle3Head:
+    """A random EAGLE-3 head for a tiny Llama, with its embeddings; a small vocabulary is a choice of the target's."""
+    torch.manual_seed(seed)
+    config = Eagle3Config(
+        hidden_size=32,
+        target_hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=64,
+        draft_vocab_size=draft_vocab_size,
+        vocab_size=tiny.VOCAB,
+        aux_layer_ids=(0, 1, 1),
+    )
+    chosen = torch.randperm(tiny.VOCAB)[:draft_vocab_size]
+    head = Eagle3Head(config, target_ids=chosen, target_embeddings=model.get_input_embeddings()).eval()
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape) * 0.2)
+    return head
 
 
 class Oracle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import drafting
 import pytest
 import tiny
 import torch
@@ -11,42 +12,17 @@ import torch
 from cb_engine import Engine, SamplingParams
 from cb_engine.attention.interface import bind
 from cb_engine.request import Request
-from cb_engine.runner.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from cb_engine.runner.drafters.eagle3_head import Eagle3Head
 from cb_engine.runner.probe import PlainAttention
 
 K = 3
-AUX = (0, 1, 1)
-
-
-def make_head(model: Any, seed: int = 0) -> Eagle3Head:
-    """A random head with a draft vocabulary of its own."""
-    torch.manual_seed(seed)
-    config = Eagle3Config(
-        hidden_size=32,
-        target_hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=64,
-        draft_vocab_size=64,
-        vocab_size=tiny.VOCAB,
-        aux_layer_ids=AUX,
-    )
-    head = Eagle3Head(
-        config, target_ids=torch.randperm(tiny.VOCAB)[:64], target_embeddings=model.get_input_embeddings()
-    ).eval()
-    with torch.no_grad():
-        for parameter in head.parameters():
-            if parameter.dim() > 1:
-                parameter.copy_(torch.randn(parameter.shape) * 0.2)
-    return head
 
 
 @torch.no_grad()
 def drafts_of(head: Eagle3Head, model: Any, token_ids: list[int], count: int) -> list[int]:
     """The head over all rows of a text, then over the tokens that it has guessed itself."""
     states = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
-    hidden = head.fuse(torch.cat([states[i][:, :-1] for i in AUX], -1))
+    hidden = head.fuse(torch.cat([states[i][:, :-1] for i in head.config.aux_layer_ids], -1))
     ids = token_ids[1:]
     drafts: list[int] = []
     for _ in range(count):
@@ -82,7 +58,7 @@ def drafted(engine: Engine) -> list[tuple[list[int], tuple[int, ...], Request]]:
 )
 def test_drafts_are_those_of_the_head_alone(settings: dict[str, Any], backend: str) -> None:
     model, prompts, _ = tiny.family("llama")
-    head = make_head(model)
+    head = drafting.make_head(model, draft_vocab_size=64)
     engine = make_engine(head, model, enable_prefix_caching=False, attention_backend=backend, **settings)
     engine.warmup()
     for prompt in prompts:
@@ -98,7 +74,7 @@ def test_drafts_are_those_of_the_head_alone(settings: dict[str, Any], backend: s
 
 def test_a_prefix_from_the_cache_is_known_to_the_head() -> None:
     model, prompts, _ = tiny.family("llama")
-    head = make_head(model)
+    head = drafting.make_head(model, draft_vocab_size=64)
     engine = make_engine(head, model)
     params = SamplingParams(temperature=0.0, max_tokens=6)
     engine.add_request(prompts[-1], params)
@@ -114,7 +90,7 @@ def test_behind_a_hole_the_head_sees_only_what_follows() -> None:
     """Steps without drafting leave rows out. What comes after is drafted as if the text began with a block's edge near
     the hole: not from keys that were never written."""
     model, prompts, _ = tiny.family("llama")
-    head = make_head(model)
+    head = drafting.make_head(model, draft_vocab_size=64)
     engine = make_engine(head, model, enable_prefix_caching=False, attention_backend="torch")
     (cache,) = engine._runner._caches[True].values()
     with torch.inference_mode():
@@ -135,7 +111,7 @@ def test_behind_a_hole_the_head_sees_only_what_follows() -> None:
 
 def test_a_head_for_layers_that_are_not_there_is_refused() -> None:
     model = tiny.family("llama")[0]
-    head = make_head(model)
+    head = drafting.make_head(model, draft_vocab_size=64)
     object.__setattr__(head.config, "aux_layer_ids", (0, 1, 2))
     with pytest.raises(ValueError, match="layer 2"):
         make_engine(head, model)

@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import copy
 
+import drafting
 import pytest
 import tiny
 import torch
 
 from cb_engine import Engine, SamplingParams
-from cb_engine.runner.drafters.eagle3_head import Eagle3Config, Eagle3Head
-
-
-def make_head(model: torch.nn.Module) -> Eagle3Head:
-    torch.manual_seed(0)
-    config = Eagle3Config(
-        hidden_size=32,
-        target_hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=64,
-        draft_vocab_size=tiny.VOCAB,
-        vocab_size=tiny.VOCAB,
-        aux_layer_ids=(0, 1, 1),
-    )
-    return Eagle3Head(config, target_embeddings=model.get_input_embeddings()).eval()
+from cb_engine.runner.drafters.eagle3_head import Eagle3Head
 
 
 def run(model: torch.nn.Module, head: Eagle3Head) -> Engine:
@@ -40,7 +25,7 @@ def run(model: torch.nn.Module, head: Eagle3Head) -> Engine:
 def test_a_head_that_is_given_stays_as_it_is() -> None:
     """It may be in training: the engine has a copy of its modules, which share its weights, and attends by itself."""
     model = tiny.make_model("llama")
-    head = make_head(model)
+    head = drafting.make_head(model)
 
     def never(*args: object) -> torch.Tensor:
         raise AssertionError("this is for training")
@@ -57,7 +42,7 @@ def test_a_head_that_is_given_stays_as_it_is() -> None:
 
 def test_a_head_of_another_type_is_refused_and_not_cast() -> None:
     model = tiny.make_model("llama")
-    head = make_head(model).to(torch.bfloat16)
+    head = drafting.make_head(model).to(torch.bfloat16)
     with pytest.raises(ValueError, match=r"head's .* is torch.bfloat16 on cpu, .* call head.to\(cpu, torch.float32\)"):
         run(model, head)
     assert next(head.parameters()).dtype is torch.bfloat16
@@ -65,7 +50,7 @@ def test_a_head_of_another_type_is_refused_and_not_cast() -> None:
 
 def test_a_head_for_layers_that_are_not_there_is_refused() -> None:
     model = tiny.make_model("llama")
-    head = make_head(model)
+    head = drafting.make_head(model)
     object.__setattr__(head.config, "aux_layer_ids", (0, 1, 9))
     with pytest.raises(ValueError, match="takes the input of layer 9, the model has layers 0 to 1"):
         run(model, head)
