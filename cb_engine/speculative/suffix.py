@@ -61,7 +61,7 @@ class SuffixProposer:
         """See `Proposer`. Its text stays, for others, until newer text takes its place."""
         log = self._logs.pop(request, None)
         if log is not None:
-            log.close(request.token_ids)
+            log.close()
             self._index.add(log)
 
     def _update_log(self, request: Request) -> _Log:
@@ -154,10 +154,9 @@ class _Log:
         self.tokens.extend(self._source[self._num_seen :])
         self._num_seen = len(self._source)
 
-    def close(self, token_ids: list[int]) -> None:
+    def close(self) -> None:
         """Copies what the request has got since the last call, for the last time, and lets go of its list."""
-        if self.is_of(token_ids):
-            self.extend()
+        self.extend()
         self._source = []
 
     def tail(self, end: int) -> int:
