@@ -53,19 +53,15 @@ class SpeculativeConfig:
             )
         foreign = set().union(*_FIELDS_OF.values()) - _FIELDS_OF[self.method]
         for name in sorted(foreign):
-            if getattr(self, name) is not None:
-                raise ValueError(f"speculative {name} is not for method={self.method!r}; leave it out")
+            value = getattr(self, name)
+            if value is not None:
+                shown = name if name == "model" else f"{name}={value!r}"  # a model's text fills screens
+                raise ValueError(f"speculative {shown} is not for method={self.method!r}; leave it out")
         if not isinstance(self.adaptive, bool):
             raise TypeError(f"speculative adaptive must be True or False, not {self.adaptive!r}")
         self._default("num_speculative_tokens", _DEFAULT_TOKENS[self.method], _MOST_TOKENS)
         if self.method == "ngram":
-            self._default("prompt_lookup_max", max(5, self.prompt_lookup_min or 0), _MOST_TOKENS)
-            self._default("prompt_lookup_min", min(2, self.lookup_range[1]), _MOST_TOKENS)
-            if self.lookup_range[0] > self.lookup_range[1]:
-                raise ValueError(
-                    f"speculative prompt_lookup_min={self.prompt_lookup_min} exceeds "
-                    f"prompt_lookup_max={self.prompt_lookup_max}; lower it"
-                )
+            self._check_lookup_range()
         if self.method == "draft_model":
             self._check_draft_model()
         if self.method == "eagle3" and self.model is None:
@@ -81,6 +77,17 @@ class SpeculativeConfig:
         """The shortest and the longest n-gram."""
         return self.prompt_lookup_min or 1, self.prompt_lookup_max or 1
 
+    def _check_lookup_range(self) -> None:
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        if least is not None:
+            self._check_count("prompt_lookup_min", _MOST_TOKENS)  # before it is compared with anything
+        self._default("prompt_lookup_max", max(5, least or 0), _MOST_TOKENS)
+        self._default("prompt_lookup_min", min(2, self.lookup_range[1]), _MOST_TOKENS)
+        if self.lookup_range[0] > self.lookup_range[1]:
+            raise ValueError(
+                f"speculative prompt_lookup_min={least} exceeds prompt_lookup_max={most}; lower it, or raise the latter"
+            )
+
     def _check_draft_model(self) -> None:
         if (self.model is None) == (self.num_draft_layers is None):
             raise ValueError(
@@ -88,15 +95,18 @@ class SpeculativeConfig:
                 "num_draft_layers, to draft with the first layers of the model itself"
             )
         if self.num_draft_layers is not None:
-            self._default("num_draft_layers", 1, 1 << 16)
+            self._check_count("num_draft_layers", 1 << 16)
 
     def _default(self, name: str, default: int, most: int) -> None:
-        value = getattr(self, name)
-        if value is None:
+        if getattr(self, name) is None:
             object.__setattr__(self, name, default)
-        elif isinstance(value, bool) or not isinstance(value, int):
+        self._check_count(name, most)
+
+    def _check_count(self, name: str, most: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"speculative {name} must be an integer or None, not {value!r}")
-        elif not 1 <= value <= most:
+        if not 1 <= value <= most:
             raise ValueError(f"speculative {name}={value} must be from 1 to {most}")
 
 
@@ -109,7 +119,10 @@ def speculative_config(given: SpeculativeConfig | Mapping[str, Any] | None) -> S
     if given is None or isinstance(given, SpeculativeConfig):
         return given
     if not isinstance(given, Mapping):
-        raise TypeError(f"speculative must be a dict, a SpeculativeConfig or None, not {type(given).__name__}")
+        raise TypeError(
+            "speculative must be a dict of settings ({'method': 'ngram'}, for example), a SpeculativeConfig or None, "
+            f"not {given!r:.60}"
+        )
     return _from_mapping(given)
 
 

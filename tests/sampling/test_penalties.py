@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -67,6 +68,63 @@ def test_counts_follow_an_output_that_grows_shrinks_and_changes():
         assert scores.equal(applied(logits, request))
 
 
+def counted(table: TokenCounts) -> dict[int, int]:
+    tokens = table.tokens.tolist()
+    assert len(set(tokens)) == len(tokens), "each once"
+    return dict(zip(tokens, table.counts.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("repetition", [1.0, 1.5])
+def test_counts_are_those_of_the_output_whatever_becomes_of_drafts(repetition):
+    """Drafts are counted with the rows behind them; the next step keeps some of them, and puts a token in their place.
+    Ids from 20 on lie beyond the logits."""
+    rng = random.Random(repetition)
+    for _ in range(20):
+        request = state(prompt=(1, 2, 2, 25), repetition_penalty=repetition, presence_penalty=1.0)
+        table, output = TokenCounts(request, 20), request.output_token_ids
+        wanted_prompt = {1: 0, 2: 0} if repetition != 1.0 else {}
+        for _ in range(40):
+            drafts = rng.choices(range(23), k=rng.randint(0, 6))
+            for count in range(len(drafts) + 1):
+                assert table.follow([*output, *drafts[:count]])
+                wanted = Counter(t for t in [*output, *drafts[:count]] if t < 20)
+                assert counted(table) == {**wanted_prompt, **wanted}
+            output += [*drafts[: rng.randint(0, len(drafts))], rng.randrange(23)]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_rows_may_be_counted_in_any_order(order):
+    request = state(frequency_penalty=1.0, output=tuple(range(7)))
+    table = TokenCounts(request, 50)
+    for drafts in [[], [9], [9, 9], [9, 9, 3]][::order] * 2:
+        assert table.follow([*request.output_token_ids, *drafts])
+        assert counted(table) == Counter([*range(7), *drafts])
+
+
+@pytest.mark.parametrize("num_replaced", [1, 64, 95, 96, 200])
+def test_what_differs_further_back_than_is_remembered_is_counted_anew(num_replaced):
+    before = [i % 7 for i in range(300)]
+    after = [*before[: 300 - num_replaced], *[10 + i % 3 for i in range(num_replaced)]]
+    for shorter in (0, 1):  # it is also found out when the output ends before
+        request = state(frequency_penalty=0.5, output=tuple(before))
+        table, penalties = TokenCounts(request, 20), Penalties()
+        assert table.follow(before)
+        assert table.follow(after[: 300 - shorter]) == (num_replaced < 96)
+        penalties.apply(torch.zeros(1, 20), [0], [request])
+        request.output_token_ids[:] = after[: 300 - shorter]
+        logits = torch.ones(1, 20)
+        penalties.apply(logits, [0], [request])
+        assert logits.equal(applied(torch.ones(1, 20), request))
+        assert counted(penalties.counts_of(request, 20)) == Counter(request.output_token_ids)
+
+
+def test_a_short_output_may_change_from_its_first_token_on():
+    table = TokenCounts(state(presence_penalty=1.0), 20)
+    for output in ([1, 2, 3], [4, 5], [], [6], [7, 1, 1]):
+        assert table.follow(output)
+        assert counted(table) == Counter(output)
+
+
 def test_only_new_tokens_are_counted():
     class Counting(list):
         touched = 0
@@ -84,6 +142,10 @@ def test_only_new_tokens_are_counted():
     request.output_token_ids.append(7)
     penalties.apply(torch.zeros(1, 6000), [0], [request])
     assert Counting.touched < 100
+    del request.output_token_ids[-4:]
+    request.output_token_ids.extend([1, 2])
+    penalties.apply(torch.zeros(1, 6000), [0], [request])
+    assert Counting.touched < 200
 
 
 def test_counts_die_with_their_request():
