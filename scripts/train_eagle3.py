@@ -28,7 +28,7 @@ from cb_engine import Engine, EngineStats, SamplingParams
 from cb_engine.models import load_model
 from cb_engine.runner.drafters.eagle3_head import Eagle3Head, save_eagle3
 from eagle3.examples import Example, choose_vocabulary, collect_examples, coverage, load_examples, save_examples
-from eagle3.generations import Generation, generate_missing
+from eagle3.generations import Generation, fingerprint, generate_missing
 from eagle3.initialising import make_head
 from eagle3.training import Recipe, Trainer
 
@@ -39,9 +39,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
-    def number(name: str, default: int | None, text: str) -> None:
-        shown = text if default is None else f"{text} (default: {default})"
-        parser.add_argument(name, type=int, default=default, metavar="N", help=shown)
+    def number(name: str, default: int, text: str) -> None:
+        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)")
 
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the head goes")
     parser.add_argument("--model", default="demo", help="`demo`, a local folder or a hub id (default: %(default)s)")
@@ -49,7 +48,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device-map", default="auto", help="where the weights go (default: %(default)s)")
     number("--held-out", 200, "the first so many questions are not trained on")
     number("--eval-questions", 64, "how many of those the head is measured on")
-    number("--train-questions", None, "how many questions are trained on (default: all others)")
+    number("--train-questions", 800, "at most so many of the others are trained on")
     number("--max-new", 256, "most tokens of an answer")
     number("--draft-vocab-size", 4096, "most tokens that the head can draft")
     number("--num-spec-tokens", _DEFAULTS.num_passes, "k, tokens drafted at once")
@@ -91,7 +90,7 @@ def split_prompts(
             "hold out fewer"
         )
     numbered = list(enumerate(prompts))
-    end = None if args.train_questions is None else args.held_out + args.train_questions
+    end = args.held_out + args.train_questions
     return dict(numbered[args.held_out : end]), dict(numbered[: args.eval_questions])
 
 
@@ -106,7 +105,6 @@ def collect(
     model: Any, generations: Sequence[Generation], head: Eagle3Head, settings: Mapping[str, Any], path: Path
 ) -> list[Example]:
     """The examples of these generations: those that are kept, or new ones, which are kept."""
-    settings = {**settings, "questions": [generation.question for generation in generations]}
     if not path.is_file():
         examples = collect_examples(model, generations, head.target_ids.cpu(), head.config.aux_layer_ids)
         save_examples(examples, settings, path)
@@ -161,13 +159,14 @@ def train(args: argparse.Namespace) -> None:
         generations = generate_missing(model, to_train, settings, work / "generations.jsonl")
     vocabulary = choose_vocabulary(generations, args.draft_vocab_size, model.config.get_text_config().vocab_size)
     print(f"the head can draft {len(vocabulary)} tokens: {coverage(generations, vocabulary):.1%} of the answers")
+    settings |= {"train_questions": len(generations), "draft_vocab_size": len(vocabulary)}
+    settings["answers"] = fingerprint(generations)
     head = make_head(model, vocabulary, args.seed)
     with _stage("collect"):
-        settings["draft_vocab_size"] = len(vocabulary)
         examples = collect(model, generations, head, settings, work / "examples.pt")
     recipe = Recipe(args.epochs, args.batch_size, args.learning_rate, args.num_spec_tokens, args.seed)
     with _stage("train"):
-        Trainer(head, examples, recipe, work / "state.pt").run()
+        Trainer(head, examples, recipe, settings, work / "state.pt").run()
     save_eagle3(head.to(model.dtype), args.output)
     print(f"the head is in {args.output}", flush=True)
     with _stage("measure"):

@@ -7,7 +7,8 @@ the last whole line. Does not know heads.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,8 @@ def _generate(model: Any, prompts: Mapping[int, list[int]], max_new: int) -> Ite
             if output.finish_reason == "error":
                 raise RuntimeError(f"question {question} could not be answered: {output.error}")
             yield Generation(question, prompts[question], list(output.generated_tokens))
+
+
+def fingerprint(generations: Sequence[Generation]) -> int:
+    """A number that other generations hardly ever have."""
+    return zlib.crc32(repr([(g.prompt_ids, g.answer_ids) for g in generations]).encode())

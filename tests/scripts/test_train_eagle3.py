@@ -16,7 +16,7 @@ from cb_engine.models import load_model
 from cb_engine.runner.drafters.eagle3_head import Eagle3Head, load_eagle3, save_eagle3
 from cb_engine.runner.probe import PlainAttention
 from eagle3.examples import Example, choose_vocabulary, collect_examples, coverage, load_examples, save_examples
-from eagle3.generations import Generation, generate_missing
+from eagle3.generations import Generation, fingerprint, generate_missing
 from eagle3.initialising import make_head
 from eagle3.training import Recipe, Trainer, pass_losses
 from eagle3.unrolling import PaddedBatch, unroll
@@ -80,6 +80,7 @@ def test_generating_goes_on_behind_the_last_whole_line(attached: Any, tmp_path: 
     first, *lines = path.read_text().splitlines(keepends=True)
     kept = [line for line in lines if '"question": 2' not in line]
     path.write_text("".join([first, *kept, kept[0][:20]]))
+    assert fingerprint(made[:2]) != fingerprint(made)
     assert generate_missing(attached, prompts, SETTINGS, path) == made
     assert len(path.read_text().splitlines()) == 4
     for line in path.read_text().splitlines():
@@ -215,7 +216,7 @@ def trained(target: Any, vocabulary: torch.Tensor, examples: list[Example], path
     recipe = Recipe(epochs=6, batch_size=2, learning_rate=5e-3)
     for steps in (*stops, None):
         head = make_head(target, vocabulary, seed=0)
-        trainer = Trainer(head, examples, recipe, path)
+        trainer = Trainer(head, examples, recipe, {}, path)
         trainer.run(steps)
     assert trainer.step == trainer.num_steps == 18
     return head
@@ -230,10 +231,12 @@ def test_a_run_that_was_cut_off_ends_as_if_it_had_not_been(
         assert torch.equal(tensor, parts.state_dict()[name]), name
 
 
-def test_a_state_of_another_recipe_is_not_taken(head: Eagle3Head, examples: list[Example], tmp_path: Path) -> None:
-    Trainer(head, examples, Recipe(epochs=1), tmp_path / "s.pt").run()
+def test_a_state_of_another_run_is_not_taken(head: Eagle3Head, examples: list[Example], tmp_path: Path) -> None:
+    Trainer(head, examples, Recipe(epochs=1), {"answers": 7}, tmp_path / "s.pt").run()
     with pytest.raises(ValueError, match=r"s.pt was made with epochs=1, this run has 2; .* delete the file"):
-        Trainer(head, examples, Recipe(epochs=2), tmp_path / "s.pt")
+        Trainer(head, examples, Recipe(epochs=2), {"answers": 7}, tmp_path / "s.pt")
+    with pytest.raises(ValueError, match=r"s.pt was made with answers=7, this run has 8; .* delete the file"):
+        Trainer(head, examples, Recipe(epochs=1), {"answers": 8}, tmp_path / "s.pt")
 
 
 def test_training_lowers_the_loss_and_leaves_the_target_alone(
@@ -282,7 +285,8 @@ def test_the_engine_accepts_what_training_foresees_and_more_of_a_trained_head(
     for name, steps in (("untrained", 0), ("half", 12), ("trained", 60)):
         head = make_head(target, vocabulary, seed=0)
         object.__setattr__(head.config, "aux_layer_ids", AUX)
-        Trainer(head, examples, Recipe(epochs=20, batch_size=2, learning_rate=5e-3), tmp_path / f"{name}.pt").run(steps)
+        recipe = Recipe(epochs=20, batch_size=2, learning_rate=5e-3)
+        Trainer(head, examples, recipe, {}, tmp_path / f"{name}.pt").run(steps)
         expected = count_accepted(head, examples, 2)
         save_eagle3(head, tmp_path / name)
         stats = train_eagle3.measure(target, tmp_path / name, prompts, NEW_TOKENS, 2)
