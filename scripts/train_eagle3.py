@@ -175,13 +175,16 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Trains a head; 2 if something that was given is wrong."""
+    """Trains a head; 2 if something that was given is wrong, 130 if it was cut off."""
     args = parse_args(argv)
     try:
         train(args)
     except (ValueError, TypeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\ncut off; the same command goes on from here", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -253,6 +253,35 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(
     assert all(parameter.grad is None for parameter in target.parameters())
 
 
+def test_a_head_starts_with_what_the_target_knows(target: Any, vocabulary: torch.Tensor, head: Eagle3Head) -> None:
+    assert torch.equal(head.lm_head.weight, target.get_output_embeddings().weight[vocabulary])
+    assert torch.equal(head.norm.weight, target.model.norm.weight)
+    layer, own = target.model.layers[-1], head.midlayer
+    assert torch.equal(own.mlp.gate_proj.weight, layer.mlp.gate_proj.weight)
+    assert torch.equal(own.hidden_norm.weight, layer.input_layernorm.weight)
+    assert torch.equal(own.self_attn.q_proj.weight[:, 32:], layer.self_attn.q_proj.weight)
+    ids = torch.tensor([5])
+    assert torch.equal(head.embed(ids), target.get_input_embeddings()(ids))
+    assert not any(parameter.shape[0] == tiny.VOCAB for parameter in head.parameters()), "embeddings are not trained"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "phi3", "gpt2", "gpt_neox", "opt", "mixtral"])
+def test_heads_for_all_kinds_of_targets(family: str, tmp_path: Path) -> None:
+    """What is made, trained and stored for it is what its engine loads and drafts with."""
+    target = tiny.make_model(family)
+    prompts = tiny.make_prompts((5, 9))
+    generations = [Generation(i, p, tiny.generate(target, p, NEW_TOKENS)) for i, p in enumerate(prompts)]
+    vocabulary = choose_vocabulary(generations, 40, tiny.VOCAB)
+    head = make_head(target, vocabulary, seed=0)
+    examples = collect_examples(target, generations, vocabulary, head.config.aux_layer_ids)
+    report = Trainer(head, examples, Recipe(epochs=60, learning_rate=5e-3), {}, tmp_path / "state.pt").run()
+    assert report is not None
+    assert report.accuracies[0] > 0.6
+    save_eagle3(head, tmp_path / "head")
+    stats = train_eagle3.measure(target, tmp_path / "head", prompts, NEW_TOKENS, 2)
+    assert stats.mean_acceptance_length > 1.5
+
+
 # ---- acceptance ----------------------------------------------------------------------------------------------------
 
 
@@ -338,6 +367,33 @@ def test_from_the_command_line_to_a_head(
     assert (output / "model.safetensors").read_bytes() == weights
     assert run(tiny_model, questions, output, "--max-new", "17") == 2
     assert "generations.jsonl was made with max_new=16, this run has 17" in capsys.readouterr().err
+
+
+def test_cut_off_while_training(
+    tiny_model: Path,
+    questions: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whenever it happens, the head becomes the same."""
+    assert run(tiny_model, questions, tmp_path / "whole") == 0
+    one_step, left = Trainer._one_step, iter(range(20))
+
+    def interrupted(trainer: Trainer) -> Any:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return one_step(trainer)
+
+    monkeypatch.setattr("eagle3.training._STEPS_PER_STATE", 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_one_step", interrupted)
+        assert run(tiny_model, questions, tmp_path / "parts") == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert not (tmp_path / "parts" / "model.safetensors").exists()
+    assert run(tiny_model, questions, tmp_path / "parts") == 0
+    heads = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert heads[0] == heads[1]
 
 
 @pytest.mark.parametrize(
