@@ -144,7 +144,7 @@ class BucketTable:
         return Bucket(
             kind,
             climb(num_seqs, self.max_num_seqs),
-            climb(num_tokens, self.max_num_batched_tokens, MIN_PREFILL_TOKENS),
+            climb(num_tokens, self._most_tokens(kind), MIN_PREFILL_TOKENS),
             max(num_blocks, self.max_blocks_per_seq),
         )
 
@@ -159,13 +159,25 @@ class BucketTable:
             kinds.append(StepKind.VERIFY)
             kinds += [StepKind.DRAFT_FIRST] * (self.drafts.first_width > 0)
             kinds += [StepKind.DRAFT_NEXT] * (self.drafts.first_width > 0 and self.drafts.num_tokens > 1)
-            kinds += [StepKind.DRAFT_PREFILL] * self.drafts.prefills
+            kinds += [StepKind.DRAFT_PREFILL] * (self.drafts.prefills or self._packs_first_passes)
         return tuple(kinds)
+
+    @property
+    def _packs_first_passes(self) -> bool:
+        """Whether a drafter's first passes have the shapes of its passes over prompts; see `pad`."""
+        return self.drafts is not None and self.drafts.first_width > 0 and not self.pads(StepKind.DRAFT_FIRST)
+
+    def _most_tokens(self, kind: StepKind) -> int:
+        """Of a packed row."""
+        most = self.max_num_batched_tokens
+        if kind is StepKind.DRAFT_PREFILL and self._packs_first_passes:
+            return max(most, self.max_num_seqs * self.width(StepKind.DRAFT_FIRST))
+        return most
 
     def _of_kind(self, kind: StepKind) -> list[Bucket]:
         seqs = ladder(self.max_num_seqs)
         if not kind.is_prefill:
             blocks = ladder(self.max_blocks_per_seq)
             return [Bucket(kind, s, self.width(kind), b) for s in seqs for b in blocks]
-        tokens = ladder(self.max_num_batched_tokens, MIN_PREFILL_TOKENS)
+        tokens = ladder(self._most_tokens(kind), MIN_PREFILL_TOKENS)
         return [Bucket(kind, s, t, self.max_blocks_per_seq) for s in seqs for t in tokens if s <= t]

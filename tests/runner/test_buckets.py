@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import random
+from collections import Counter
 
 import pytest
 
-from cb_engine.runner.buckets import Bucket, BucketTable, StepKind, climb, ladder
+from cb_engine.runner.buckets import Bucket, BucketTable, DraftShapes, StepKind, climb, ladder
 
 DECODE, PREFILL = StepKind.DECODE, StepKind.PREFILL
+VERIFY, FIRST, NEXT = StepKind.VERIFY, StepKind.DRAFT_FIRST, StepKind.DRAFT_NEXT
+DRAFT_PREFILL = StepKind.DRAFT_PREFILL
 
 
-def make_table(seqs: int = 8, tokens: int = 64, blocks: int = 4, *, decode: bool = True, prefill: bool = True):
-    return BucketTable(seqs, tokens, blocks, pads_decode=decode, pads_prefill=prefill)
+def make_table(
+    seqs: int = 8,
+    tokens: int = 64,
+    blocks: int = 4,
+    *,
+    decode: bool = True,
+    prefill: bool = True,
+    drafts: DraftShapes | None = None,
+) -> BucketTable:
+    return BucketTable(seqs, tokens, blocks, pads_decode=decode, pads_prefill=prefill, drafts=drafts)
 
 
 @pytest.mark.parametrize(
@@ -143,3 +155,156 @@ def test_a_shape_holds_the_step_and_padding_it_again_changes_nothing(seqs: int, 
             assert bucket.num_seqs >= s
             assert bucket.num_tokens >= need
             assert table.pad(bucket.kind, bucket.num_seqs, bucket.num_tokens, bucket.num_blocks) == bucket
+
+
+# ---- speculation ---------------------------------------------------------------------------------------------------
+
+LOOKUP = DraftShapes(3)
+FIRST_LAYERS = DraftShapes(3, first_width=1)
+OWN_MODEL = DraftShapes(3, first_width=4, prefills=True)
+SPECULATION = [None, LOOKUP, FIRST_LAYERS, OWN_MODEL, DraftShapes(1, 1), DraftShapes(1, 2, True), DraftShapes(8)]
+
+
+@pytest.mark.parametrize(
+    ("seqs", "tokens", "blocks", "decodes", "prefills"),
+    [
+        (1, 1, 1, 1, 1),
+        (8, 64, 4, 4 * 3, 4 * 3),
+        (8, 2048, 16, 4 * 5, 4 * 8),  # a maximum length of 2048 in blocks of 128
+        (64, 2048, 32, 7 * 6, 5 * 8 + 7 + 6),  # 32 sequences have at least 32 tokens
+        (33, 48, 2, 7 * 2, 5 * 3 + 2 + 1),
+    ],
+)
+def test_without_speculation_there_are_no_more_shapes(
+    seqs: int, tokens: int, blocks: int, decodes: int, prefills: int
+) -> None:
+    plain = make_table(seqs, tokens, blocks).all()
+    assert Counter(b.kind for b in plain) == {DECODE: decodes, PREFILL: prefills}
+    for drafts in SPECULATION:
+        listed = make_table(seqs, tokens, blocks, drafts=drafts).all()
+        assert [b for b in listed if b.kind in (DECODE, PREFILL)] == list(plain)
+    assert make_table(seqs, tokens, blocks, drafts=None).all() == plain
+
+
+@pytest.mark.parametrize(
+    ("drafts", "kinds"),
+    [
+        (None, set()),
+        (LOOKUP, {VERIFY}),
+        (FIRST_LAYERS, {VERIFY, FIRST, NEXT}),
+        (OWN_MODEL, {VERIFY, FIRST, NEXT, DRAFT_PREFILL}),
+        (DraftShapes(1, first_width=1), {VERIFY, FIRST}),  # one token needs no next pass
+        (DraftShapes(1, first_width=2, prefills=True), {VERIFY, FIRST, DRAFT_PREFILL}),
+    ],
+)
+def test_each_way_of_drafting_lists_its_own_kinds_and_no_more(drafts: DraftShapes | None, kinds: set[StepKind]) -> None:
+    table = make_table(8, 2048, 16, drafts=drafts)
+    counts = Counter(b.kind for b in table.all())
+    assert set(counts) == {DECODE, PREFILL} | kinds
+    for kind in kinds:
+        assert counts[kind] == (32 if kind is DRAFT_PREFILL else 20)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize(
+    ("seqs", "seeds"), [(1, (1,)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8)), (33, (1, 2, 4, 8, 16, 32, 33))]
+)
+def test_a_seed_batch_of_b_gives_b_times_1_plus_k_rows(k: int, seqs: int, seeds: tuple[int, ...]) -> None:
+    table = make_table(seqs, 64, 3, drafts=DraftShapes(k, first_width=1 + k, prefills=True))
+    for kind, width in ((VERIFY, 1 + k), (FIRST, 1 + k), (NEXT, 1), (DECODE, 1)):
+        listed = [b for b in table.all() if b.kind is kind]
+        if (kind, k) == (NEXT, 1):
+            assert not listed
+            continue
+        assert {b.width for b in listed} == {width}
+        assert sorted({b.num_tokens for b in listed}) == [b * width for b in seeds]
+        assert sorted({b.num_blocks for b in listed}) == [1, 2, 3], "no wider than the longest sequence"
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "bucket"),
+    [
+        (VERIFY, (5, 5, 3), (8, 4, 4)),  # the width is 1 + k however few drafts there are
+        (VERIFY, (5, 20, 3), (8, 4, 4)),
+        (VERIFY, (12, 13, 5), (12, 4, 5)),
+        (VERIFY, (1, 4, 9), (1, 4, 9)),  # wider than the hints said: as it is
+        (FIRST, (3, 3, 2), (4, 4, 2)),
+        (FIRST, (3, 12, 2), (4, 4, 2)),
+        (NEXT, (3, 1, 2), (4, 1, 2)),  # all but one of three have been drafted for
+        (NEXT, (2, 0, 1), (2, 1, 1)),
+        (DRAFT_PREFILL, (3, 7, 2), (4, 16, 5)),
+        (DRAFT_PREFILL, (1, 100, 2), (1, 100, 5)),
+    ],
+)
+def test_a_step_with_drafts_is_padded_to_its_bucket(
+    kind: StepKind, sizes: tuple[int, int, int], bucket: tuple[int, int, int]
+) -> None:
+    assert make_table(12, 100, 5, drafts=OWN_MODEL).pad(kind, *sizes) == Bucket(kind, *bucket)
+
+
+def test_ragged_rows_without_a_shape_of_their_own_are_packed() -> None:
+    table = make_table(12, 100, 5, decode=False, drafts=OWN_MODEL)
+    assert table.pad(VERIFY, 3, 7, 2) == table.pad(PREFILL, 3, 7, 2) == Bucket(PREFILL, 4, 16, 5)
+    assert table.pad(FIRST, 3, 7, 2) == table.pad(DRAFT_PREFILL, 3, 7, 2) == Bucket(DRAFT_PREFILL, 4, 16, 5)
+    table = make_table(12, 100, 5, decode=False, prefill=False, drafts=OWN_MODEL)
+    assert table.pad(VERIFY, 3, 7, 2) == Bucket(PREFILL, 3, 7, 2)
+    assert table.pad(FIRST, 3, 7, 2) == Bucket(DRAFT_PREFILL, 3, 7, 2)
+    assert table.pad(NEXT, 3, 2, 2) == Bucket(NEXT, 3, 1, 2)
+    assert table.all() == ()
+
+
+def a_step(rng: random.Random, table: BucketTable) -> tuple[StepKind, int, int]:
+    """Any step that an engine with these limits may take: its kind, sequences and tokens."""
+    kinds = [DECODE, PREFILL]
+    drafts = table.drafts
+    if drafts is not None:
+        kinds.append(VERIFY)
+        kinds += [FIRST] if drafts.first_width else []
+        kinds += [NEXT] if drafts.first_width and drafts.num_tokens > 1 else []
+        kinds += [DRAFT_PREFILL] if drafts.prefills else []
+    kind, seqs = rng.choice(kinds), rng.randint(1, table.max_num_seqs)
+    budget = table.max_num_batched_tokens
+    if kind is DECODE:
+        return kind, seqs, seqs
+    if kind is NEXT:  # some may have been given all theirs
+        return kind, seqs, rng.randint(0, seqs)
+    if kind is FIRST:  # what a step has verified, or what was passed over since: not held by the budget
+        return kind, seqs, rng.randint(seqs, seqs * (drafts.first_width if drafts else 1))
+    most = budget if kind.is_prefill else min(budget, seqs * (1 + (drafts.num_tokens if drafts else 0)))
+    return kind, seqs, rng.choice((seqs, most, rng.randint(seqs, most)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_the_step_its_shape_is_listed_and_holds_it(seed: int) -> None:
+    rng = random.Random(seed)
+    seqs = rng.randint(1, 40)
+    table = make_table(
+        seqs,
+        rng.randint(seqs, rng.choice((seqs, 100, 300)) + seqs),
+        rng.randint(1, 20),
+        decode=rng.random() < 0.6,
+        prefill=rng.random() < 0.6,
+        drafts=rng.choice(SPECULATION),
+    )
+    listed = table.all()
+    assert len(set(listed)) == len(listed)
+    assert [b.num_tokens for b in listed] == sorted((b.num_tokens for b in listed), reverse=True)
+    reached = set()
+    for _ in range(3000):
+        kind, num_seqs, num_tokens = a_step(rng, table)
+        num_blocks = rng.randint(1, table.max_blocks_per_seq)
+        bucket = table.pad(kind, num_seqs, num_tokens, num_blocks)
+        reached.add(bucket)
+        assert bucket.num_seqs >= num_seqs
+        assert bucket.num_tokens >= num_tokens
+        assert bucket.num_blocks >= num_blocks
+        assert bucket.kind.is_draft == kind.is_draft
+        if table.pads(bucket.kind):
+            assert bucket in listed
+            assert table.pad(bucket.kind, bucket.num_seqs, bucket.num_tokens, bucket.num_blocks) == bucket
+        else:
+            assert (bucket.num_seqs, bucket.num_blocks) == (num_seqs, num_blocks)
+            assert bucket.num_tokens == (num_seqs if kind.is_decode else num_tokens)
+    if table.pads_decode:  # none of these is listed for nothing
+        ragged = {b for b in listed if not b.kind.is_prefill}
+        assert len(ragged - reached) <= 0.2 * len(ragged)

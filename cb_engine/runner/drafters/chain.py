@@ -146,6 +146,8 @@ class ChainDrafter(ABC):
     def _chain(self, spans: Sequence[Span], limits: Sequence[int]) -> torch.Tensor:
         """[B, k] token ids, padding rows last."""
         ids, *carry = self._run(StepKind.DRAFT_FIRST, spans)
+        if not self._passes.buckets.pads(StepKind.DRAFT_NEXT):  # the first pass may be padded all the same
+            ids, *carry = (tensor[: len(spans)] for tensor in (ids, *carry))
         chain = [ids]
         for number in range(1, self._passes.num_tokens if self._all_passes else max(limits)):
             at = [replace(span, start=span.end + number - 1, end=span.end + number) for span in spans]
@@ -165,8 +167,9 @@ class ChainDrafter(ABC):
         wanted: Sequence[int],
     ) -> InputBatch:
         passes, size = self._passes, self._passes.block_size
-        width = max(-(-span.end // size) for span in spans)
-        first = [span.visible // size for span in spans]
+        # A request that computes nothing in this pass may be past the end of what it can ever hold.
+        width = max((-(-span.end // size) for span, count in zip(spans, lengths, strict=True) if count), default=1)
+        first = [span.visible // size if count else 0 for span, count in zip(spans, lengths, strict=True)]
         tables = [_shifted(t, first) for t in passes.tables([span.request for span in spans], width)]
         bucket = passes.buckets.pad(kind, len(spans), sum(lengths), width)
         hidden = np.array([span.visible for span in spans])
