@@ -162,6 +162,7 @@ class Engine:
             self._scheduler,
             drafter or make_lookup(settings),
             settings.num_tokens,
+            vocab_size=self._profile.vocab_size,
             adaptive=settings.adaptive,
             costs_time=drafter is not None,
             fixed_width=self.config.pads_decode,

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from cb_engine.errors import ShapeNotWarmedError
 from cb_engine.request import Request
+from cb_engine.runner.static_device import StaticDeviceError
 from cb_engine.scheduler.output import ModelOutput, SchedulerOutput
 from cb_engine.scheduler.scheduler import Scheduler
 from cb_engine.speculative.control import DraftController
@@ -28,6 +29,7 @@ class Speculator:
 
     Args:
         num_tokens: k.
+        vocab_size: of the model; ids beyond are not drafted, whatever the proposer says.
         costs_time: whether the proposer runs a model.
         fixed_width: see `DraftController`.
     """
@@ -38,6 +40,7 @@ class Speculator:
         proposer: Proposer,
         num_tokens: int,
         *,
+        vocab_size: int,
         adaptive: bool,
         costs_time: bool,
         fixed_width: bool,
@@ -47,6 +50,7 @@ class Speculator:
         self._controller = DraftController(
             num_tokens, adaptive=adaptive, fixed_width=fixed_width, costs_time=costs_time
         )
+        self._vocab_size = vocab_size
         self._costs_time = costs_time
         self._drafts: dict[Request, Draft] = {}  # proposed after the last step
         self._works = True
@@ -64,7 +68,16 @@ class Speculator:
         """These requests have ended."""
         for request in requests:
             self._drafts.pop(request, None)
-            self._proposer.forget(request)
+            try:
+                self._proposer.forget(request)
+            except Exception:
+                self._switch_off()
+
+    def _switch_off(self) -> None:
+        """The proposer has just failed. All goes on without it."""
+        if self._works:
+            logger.exception("speculation is off from here on: the proposer failed")
+        self._works = False
 
     def _learn(self, request: Request, verified: Sequence[int], output: ModelOutput) -> None:
         draft = self._drafts.pop(request, None)
@@ -91,17 +104,23 @@ class Speculator:
         """A draft for each ask; none for anybody from a proposer that has failed, without which all goes on."""
         started = time.perf_counter()
         try:
-            drafts = self._proposer.propose(asks)
-        except ShapeNotWarmedError:
+            proposed = self._proposer.propose(asks)
+            drafts = [self._legal(draft, ask) for draft, ask in zip(proposed, asks, strict=True)]
+        except (ShapeNotWarmedError, StaticDeviceError):
             raise
         except Exception:
-            logger.exception("speculation is off from here on: the proposer failed")
-            self._works = False
+            self._switch_off()
             return []
         if self._costs_time and asks:
             num_tokens = max(ask.max_tokens for ask in asks)
             self._controller.saw_drafting(len(asks), num_tokens, time.perf_counter() - started)
         return drafts
+
+    def _legal(self, draft: Draft, ask: DraftAsk) -> Draft:
+        """As much of a draft as the model can take."""
+        token_ids = tuple(draft.token_ids[: ask.max_tokens])
+        wrong = next((i for i, token_id in enumerate(token_ids) if not 0 <= token_id < self._vocab_size), None)
+        return Draft(token_ids[:wrong], int(draft.kind))
 
 
 class NoSpeculation:
