@@ -372,6 +372,7 @@ def save_eagle3(head: Eagle3Head, path: str | Path) -> None:
     safetensors.torch.save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
     text = json.dumps(_config_json(config, head.norm.weight.dtype), indent=2) + "\n"
     (folder / _CONFIG).write_text(text, encoding="utf-8")
+    (folder / _WEIGHTS).chmod((folder / _CONFIG).stat().st_mode)  # safetensors makes files that others cannot read
 
 
 def _config_json(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:

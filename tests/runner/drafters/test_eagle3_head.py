@@ -191,6 +191,7 @@ def test_the_file_is_as_other_engines_expect_it(target: Any, tmp_path: Path) -> 
     assert tensors["midlayer.self_attn.q_proj.weight"].shape == (HEADS * DIM, 2 * WIDTH)
     assert tensors["lm_head.weight"].shape == (20, WIDTH)
     assert "embed_tokens.weight" not in tensors
+    assert len({(tmp_path / name).stat().st_mode for name in ("model.safetensors", "config.json")}) == 1
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (config["draft_vocab_size"], config["vocab_size"], config["num_hidden_layers"]) == (20, tiny.VOCAB, 1)
