@@ -75,31 +75,34 @@ def drafter_settings(name: str, model: Any) -> dict[str, Any]:
     if name == "first_layers":
         return {"method": "draft_model", "num_draft_layers": 1}
     if name == "draft_model":
-        return {"method": "draft_model", "model": tiny.make_model("llama", seed=5)}
+        return {"method": "draft_model", "model": tiny.make_model("llama", seed=5, num_hidden_layers=1)}
     return {"method": "ngram"}
 
 
-@pytest.mark.parametrize("compile_only", [False, True])
 @pytest.mark.parametrize("name", ["lookup", "first_layers", "draft_model"])
-def test_a_static_device_compiles_nothing_after_warm_up(
-    monkeypatch: pytest.MonkeyPatch, case: Any, name: str, compile_only: bool
-) -> None:
+def test_a_static_device_compiles_nothing_after_warm_up(monkeypatch: pytest.MonkeyPatch, case: Any, name: str) -> None:
     model, prompts, references = case
-    config = {**SMALL, **STATIC, "num_blocks": 14}
+    config = {**SMALL, **STATIC, "num_blocks": 11}
     speculative = {**drafter_settings(name, model), "num_speculative_tokens": K, "adaptive": False}
     if name == "lookup":
         futures = {tuple(p): r for p, r in zip(prompts, references, strict=True)}
         oracle = drafting.Oracle(futures, drafting.at_random)
         monkeypatch.setattr("cb_engine.engine.make_lookup", lambda settings: oracle)
         monkeypatch.setattr(drafting.Oracle, "propose", _guess_about_anything)
-    engine = Engine(model, config={**config, "speculative": speculative}, eos_token_id=-1)
-    progress: list[tuple[int, int]] = []
-    count = engine.warmup(lambda done, total: progress.append((done, total)), compile_only=compile_only)
+
+    def warm_engine(compile_only: bool) -> Engine:
+        engine = Engine(model, config={**config, "speculative": speculative}, eos_token_id=-1)
+        progress: list[tuple[int, int]] = []
+        count = engine.warmup(lambda done, total: progress.append((done, total)), compile_only=compile_only)
+        assert device_of(engine).num_reads == 0
+        assert progress == [(i, count) for i in range(1, count + 1)]
+        return engine
+
+    engine = warm_engine(compile_only=True)
     device = device_of(engine)
-    assert device.num_reads == 0
-    assert progress == [(i, count) for i in range(1, count + 1)]
     warmed, compiles = set(device.keys), device.num_compiles
-    reasons = fuzz(engine, prompts, references, 250, seed=3)
+    assert set(device_of(warm_engine(compile_only=False)).keys) == warmed
+    reasons = fuzz(engine, prompts, references, 130, seed=3)
     assert {"max_tokens", "max_model_len", "abort"} <= reasons
     assert device.num_compiles == compiles
     assert {key for key, uses in device.keys.items() if uses} <= warmed
@@ -123,11 +126,11 @@ def _guess_about_anything(self: drafting.Oracle, asks: Any) -> list[Any]:
     return drafts
 
 
-@pytest.mark.parametrize("name", ["first_layers", "draft_model"])
-def test_torch_compiles_nothing_after_warm_up(case: Any, name: str) -> None:
+@pytest.mark.parametrize(("name", "max_num_seqs"), [("first_layers", 1), ("draft_model", 2)])
+def test_torch_compiles_nothing_after_warm_up(case: Any, name: str, max_num_seqs: int) -> None:
     model, prompts, references = case
     speculative = {**drafter_settings(name, model), "num_speculative_tokens": K, "adaptive": False}
-    config = {**SMALL, **COMPILED, "num_blocks": 14, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+    config = {**SMALL, **COMPILED, "num_blocks": 14, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": 16}
     engine = Engine(model, config={**config, "speculative": speculative}, eos_token_id=-1)
     engine.warmup()
     fuzz(engine, prompts, references, 80, seed=4)
