@@ -55,8 +55,10 @@ class _WithDrafts(Sequence[int]):
         known, size = len(self._output), len(self)
         if isinstance(index, slice):
             start, stop, step = index.indices(size)
+            if step != 1:
+                return [self[at] for at in range(start, stop, step)]
             first = list(self._output[start : min(stop, known)])
-            return (first + list(self._drafts[max(0, start - known) : max(0, stop - known)]))[::step]
+            return first + list(self._drafts[max(0, start - known) : max(0, stop - known)])
         at = range(size)[index]
         return self._output[at] if at < known else self._drafts[at - known]
 
