@@ -144,6 +144,7 @@ class Engine:
         self._commands: deque[Command] = deque()
         self._ids: set[str] = set()  # submitted and not ended yet
         self._submit_lock = threading.Lock()  # guards both: many threads may submit
+        self._changed: list[Request] = []  # by a step, and not delivered yet
         self._clock = StepClock()
         self._lone_failures = 0
         self.intake = Intake(
@@ -225,18 +226,20 @@ class Engine:
         Raises:
             EngineError: the engine itself failed; every unfinished request is lost.
         """
-        started = time.perf_counter()
         self._drain_commands()
+        started = time.perf_counter()
         plan = self._scheduler.schedule()
-        changed: list[Request] = []
         if plan.scheduled:
             output = self._execute(plan)
-            changed = self._scheduler.update_from_output(plan, output)
+            self._changed += self._scheduler.update_from_output(plan, output)
             self._speculator.after_step(plan, output, time.perf_counter() - started)
             self._clock.record(started)
-        return self._deliver(self._scheduler.take_ended() + changed)
+        return self._deliver()
 
-    def _deliver(self, changed: list[Request]) -> list[GenerationOutput]:
+    def _deliver(self) -> list[GenerationOutput]:
+        # One that a step has changed may have been ended since.
+        changed = list(dict.fromkeys(self._scheduler.take_ended() + self._changed))
+        self._changed = []
         outputs = self._processor.process(changed)
         self._speculator.forget([request for request in changed if request.is_finished])
         with self._submit_lock:
@@ -280,7 +283,7 @@ class Engine:
             self._scheduler.add(request)
         for request in self._scheduler.unfinished():
             self._scheduler.fail(request, error)
-        return self._deliver(self._scheduler.take_ended())
+        return self._deliver()
 
     def close(self) -> None:
         """Lets go of the cache, compiled code and packed weights at once; the engine cannot run afterwards."""

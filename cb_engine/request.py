@@ -84,7 +84,8 @@ class Request:
     draft_token_ids: tuple[int, ...] = ()  # guesses at what follows `token_ids`, for the next step to verify
     num_draft_tokens: int = 0  # guesses verified so far
     num_accepted_tokens: int = 0  # and those of them that became output
-    ends_with_draft: bool = False  # whether its last token was one of them
+    num_step_tokens: int = 0  # tokens that its last step has appended
+    num_step_drafts: int = 0  # and the first so many of them were drafts
     first_scheduled_time: float = -1.0
     finished_time: float = -1.0
     finish_reason: FinishReason | None = None
@@ -143,6 +144,8 @@ class Request:
         for values in (self.output_token_ids, *per_token):
             del values[num_outputs:]
         del self.token_ids[self.num_prompt_tokens + num_outputs :]
-        # All of a step's tokens but the last are drafts, and the last is gone first.
-        self.num_accepted_tokens -= num_dropped if self.ends_with_draft else num_dropped - 1
+        self.num_step_tokens -= num_dropped
+        num_lost = max(0, self.num_step_drafts - self.num_step_tokens)
+        self.num_step_drafts -= num_lost
+        self.num_accepted_tokens -= num_lost
         return num_dropped

@@ -278,3 +278,26 @@ def test_a_shape_that_is_not_known_is_no_fault_of_a_proposer(
     engine = make_engine(monkeypatch, Scripted(fail))
     with pytest.raises(error, match="a new shape"):
         run(engine)
+
+
+def test_what_ended_in_the_step_that_broke_the_engine_is_handed_over_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step itself was right: the device failed while it drafted."""
+    broken: list[bool] = []
+
+    def answer(drafts: list[Draft], asks: Sequence[DraftAsk]) -> list[Draft]:
+        if broken:
+            raise ShapeNotWarmedError("a new shape")
+        return drafts
+
+    engine = make_engine(monkeypatch, Scripted(answer))
+    short = engine.add_request(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=5))[0]
+    long = engine.add_request(PROMPTS[1], SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))[0]
+    assert engine.step() == []  # both prompts
+    broken.append(True)
+    with pytest.raises(ShapeNotWarmedError):
+        engine.step()  # the last four tokens of the short one
+    outputs = {output.request_id: output for output in engine.fail_all("it broke")}
+    assert (outputs[short].finish_reason, outputs[short].generated_tokens) == ("length", REFERENCES[0][:5])
+    assert (outputs[long].finish_reason, outputs[long].error) == ("error", "it broke")
+    assert outputs[long].generated_tokens == REFERENCES[1][:5]
+    assert engine.stats().live_blocks == 0

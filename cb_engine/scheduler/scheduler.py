@@ -44,7 +44,7 @@ class SchedulerCounters:
     generated_tokens: int = 0
     num_drafts: int = 0  # times that drafts of a request were verified
     draft_tokens: int = 0  # tokens in them
-    accepted_per_position: list[int] = field(default_factory=list)  # how often the i-th of them was right
+    accepted_per_position: list[int] = field(default_factory=list)  # how often the i-th of them became output
 
 
 @dataclass
@@ -79,6 +79,8 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[Request] = []
         self._has_spare = False  # whether requests may hold blocks for drafts alone
+        self._has_drafts = False  # whether any request may have some
+        self._lacks_blocks = False  # whether the first in line found too few of them in the latest step
         self._ended_outside_step: list[Request] = []
 
     # ---- questions -------------------------------------------------------------------------------------------
@@ -152,7 +154,9 @@ class Scheduler:
         limit met by the same token, and over whatever ended the request with a later one of the same step."""
         later = num_tokens < len(request.output_token_ids)
         if later:
+            self._count_drafts(request, -1)
             self.counters.generated_tokens -= request.drop_tokens_after(num_tokens)
+            self._count_drafts(request, 1)
         if request.is_finished and (later or request.finish_reason == "length"):
             request.finish_reason, request.stop_reason = "stop", stop
         else:
@@ -249,10 +253,9 @@ class Scheduler:
 
     def _schedule_waiting(self, step: _Step) -> None:
         """Admits waiting requests in order while sequences, budget and blocks last."""
-        if len(self._waiting):
-            self._take_back_spare(step)
         reserve = len(self._running)
         admission = Admission(self._blocks, self._running)
+        self._lacks_blocks = False
         for request in self._waiting:
             if step.budget <= 0 or len(self._running) + admission.num_followers >= self.config.max_num_seqs:
                 break
@@ -262,7 +265,10 @@ class Scheduler:
             if admission.follows(request, shared):
                 continue
             num_tokens = self._admit(request, shared, step.budget, reserve)
+            if num_tokens == 0 and self._take_back_spare(step):
+                num_tokens = self._admit(request, shared, step.budget, reserve)
             if num_tokens == 0:
+                self._lacks_blocks = True
                 break  # whoever is first in line goes first: no overtaking by smaller requests
             admission.admitted(request)
             step.add(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
@@ -270,7 +276,8 @@ class Scheduler:
     # ---- drafts ----------------------------------------------------------------------------------------------
 
     def draftable(self, num_tokens: int, num_requests: int, *, with_blocks: bool) -> list[DraftAsk]:
-        """The requests whose next step is a decode, in order of urgency, with how many drafts each may be given.
+        """The requests whose next step is a decode, in order of urgency, with how many drafts each may be given. None
+        if that step will compute prompts, as far as can be told: it would verify nothing.
 
         Args:
             num_tokens: at most so many, and no more than its length leaves.
@@ -278,6 +285,8 @@ class Scheduler:
             with_blocks: whether drafting writes to the cache: each gets blocks for its drafts now, or fewer drafts.
         """
         asks: list[DraftAsk] = []
+        if self._expects_prompts:
+            return asks
         for request in sorted(self._running, key=lambda r: r.sort_key):
             if len(asks) == num_requests:
                 break
@@ -292,12 +301,21 @@ class Scheduler:
                 asks.append(DraftAsk(request, room))
         return asks
 
+    @property
+    def _expects_prompts(self) -> bool:
+        has_seat = len(self._running) < self.config.max_num_seqs and not self._lacks_blocks
+        return bool(len(self._waiting) and has_seat) or any(r.num_remaining_tokens > 1 for r in self._running)
+
     def set_draft(self, request: Request, token_ids: Sequence[int]) -> None:
         """Gives a request the drafts that its next step may verify."""
         request.draft_token_ids = tuple(token_ids)
+        self._has_drafts |= bool(token_ids)
 
     def _add_drafts(self, step: _Step) -> None:
         """Lets the requests of a step without prompts verify their drafts, with what is left of budget and blocks."""
+        if not self._has_drafts:
+            return
+        self._has_drafts = False
         items = list(step.items.values())
         if any(item.num_tokens > 1 or not item.samples for item in items):
             return  # what a prompt makes of the step would not be known beforehand
@@ -429,26 +447,27 @@ class Scheduler:
             ending = self._ending(request, token.token_id)
             if ending is not None:
                 break  # what was drafted beyond the end is dropped
-        request.num_computed_tokens = item.end - len(item.draft_token_ids) + max(0, num_kept - 1)
-        if item.draft_token_ids:
-            self._count_drafts(item, len(tokens) - 1, num_kept)
+        num_drafts = len(item.draft_token_ids)
+        request.num_computed_tokens = item.end - num_drafts + max(0, num_kept - 1)
+        request.num_step_tokens, request.num_step_drafts = num_kept, min(num_kept, max(0, len(tokens) - 1))
+        if num_drafts:
+            request.num_draft_tokens += num_drafts
+            request.num_accepted_tokens += request.num_step_drafts
+            self.counters.num_drafts += 1
+            self.counters.draft_tokens += num_drafts
+            self._count_drafts(request, 1)
         self._blocks.cache_computed_blocks(request)
         if not tokens and item.end == request.num_tokens:  # max_tokens == 0: only the prompt was wanted
             ending = ("length", "max_tokens")
         if ending is not None:
             self.finish(request, *ending)
 
-    def _count_drafts(self, item: ScheduledRequest, num_right: int, num_kept: int) -> None:
-        request, counters = item.request, self.counters
-        request.num_draft_tokens += len(item.draft_token_ids)
-        request.num_accepted_tokens += min(num_kept, num_right)
-        request.ends_with_draft = num_kept <= num_right
-        counters.num_drafts += 1
-        counters.draft_tokens += len(item.draft_token_ids)
-        positions = counters.accepted_per_position
-        positions.extend([0] * (num_right - len(positions)))
-        for position in range(num_right):
-            positions[position] += 1
+    def _count_drafts(self, request: Request, times: int) -> None:
+        """Counts, or takes back, the drafts that its last step has made output."""
+        positions = self.counters.accepted_per_position
+        positions.extend([0] * (request.num_step_drafts - len(positions)))
+        for position in range(request.num_step_drafts):
+            positions[position] += times
 
     def _try_without_hits(self, request: Request) -> None:
         """Starts a request that failed anew, with nothing that others have computed.

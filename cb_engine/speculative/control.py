@@ -15,8 +15,10 @@ verifying would cost.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from cb_engine.speculative.proposer import Draft
 
@@ -100,16 +102,22 @@ class _Curve:
 
     ratios: dict[int, Mean] = field(default_factory=dict)  # by quarters
 
-    def ratio(self, quarters: float) -> float:
-        """Measured, between two measured, or a guess: beyond what is known, as much again may come for free."""
-        known = sorted((at, mean.value) for at, mean in self.ratios.items())
-        low = (float(_QUARTERS), 1.0)
-        for at, value in known:
-            if at >= quarters:
-                share = (quarters - low[0]) / (at - low[0]) if at > low[0] else 1.0
-                return low[1] + share * (value - low[1])
-            low = (float(at), value)
-        return low[1] * max(1.0, quarters / (2 * low[0]))
+    def known(self) -> list[tuple[float, float]]:
+        """(quarters, ratio) of what has been measured, in order; a step without drafts first."""
+        return [(float(_QUARTERS), 1.0), *sorted((float(at), mean.value) for at, mean in self.ratios.items())]
+
+
+def _ratio(known: Sequence[tuple[float, float]], quarters: float) -> float:
+    """Measured, between two measured, or a guess: beyond what is known, as much again may come for free."""
+    at = bisect_left(known, (quarters, 0.0))
+    if at == len(known):
+        last, value = known[-1]
+        return value * max(1.0, quarters / (2 * last))
+    high, value = known[at]
+    if at == 0 or high == quarters:
+        return value
+    low, base = known[at - 1]
+    return base + (quarters - low) / (high - low) * (value - base)
 
 
 class StepCosts:
@@ -126,8 +134,8 @@ class StepCosts:
             return
         plain = self.plain(num_requests)
         if plain is not None:
-            quarters = max(_QUARTERS + 1, round(_QUARTERS * num_rows / num_requests))
-            self._curve(num_requests).ratios.setdefault(quarters, Mean()).add(seconds / plain)
+            ratios = self._curve(num_requests).ratios
+            ratios.setdefault(_quarters(num_requests, num_rows), Mean()).add(seconds / plain)
 
     def plain(self, num_requests: int) -> float | None:
         """Seconds of a step without drafts; for a number not seen yet those of the nearest one."""
@@ -135,9 +143,15 @@ class StepCosts:
             return None
         return self._plain[min(self._plain, key=lambda known: abs(known - num_requests))].value
 
-    def ratio(self, num_requests: int, num_rows: int) -> float:
-        """What a step with so many rows costs, relative to one without drafts."""
-        return self._curve(num_requests).ratio(_QUARTERS * num_rows / num_requests)
+    def ratios(self, num_requests: int, all_num_rows: Sequence[int]) -> list[float]:
+        """What steps with so many rows cost, relative to one without drafts."""
+        known = self._curve(num_requests).known()
+        return [_ratio(known, _QUARTERS * num_rows / num_requests) for num_rows in all_num_rows]
+
+    def measured_ratio(self, num_requests: int, num_rows: int) -> float | None:
+        """The same, None if there was no such step yet."""
+        mean = self._curve(num_requests).ratios.get(_quarters(num_requests, num_rows))
+        return None if mean is None else mean.value
 
     def forget(self, num_requests: int) -> None:
         """What rows cost for batches of this size is to be found out anew."""
@@ -145,6 +159,10 @@ class StepCosts:
 
     def _curve(self, num_requests: int) -> _Curve:
         return self._curves.setdefault(num_requests.bit_length(), _Curve())
+
+
+def _quarters(num_requests: int, num_rows: int) -> int:
+    return max(_QUARTERS + 1, round(_QUARTERS * num_rows / num_requests))
 
 
 class DraftController:
@@ -185,8 +203,7 @@ class DraftController:
             return min(_PROBED, num_requests), 1
         if self.costs.plain(num_requests) is None:
             return 0, 0  # nothing to compare with yet
-        drafts = [Draft((0,) * self._num_tokens)] * num_requests
-        return everything if self._best(drafts, num_requests)[0] else (0, 0)
+        return everything if self._may_pay(num_requests) else (0, 0)
 
     def choose(self, drafts: Sequence[Draft], num_requests: int) -> list[int]:
         """How many tokens of each draft to verify in the next step, which will have so many requests."""
@@ -195,27 +212,44 @@ class DraftController:
             return everything
         if self._is_probe or self.costs.plain(num_requests) is None:
             return [0] * len(drafts)
-        return self._best(drafts, num_requests)[1]
-
-    def _best(self, drafts: Sequence[Draft], num_requests: int) -> tuple[int, list[int]]:
-        """The number of draft tokens for which the rate is highest, and how they are shared out."""
-        odds = [self.acceptance.odds(draft.kind, len(draft.token_ids)) for draft in drafts]
+        odds = self._odds(drafts)
         ranked = sorted(((p, index) for index, of_one in enumerate(odds) for p in of_one), reverse=True)
+        lengths = [0] * len(drafts)
+        for _, index in ranked[: self._best_number([p for p, _ in ranked], num_requests)]:
+            lengths[index] += 1
+        return lengths
+
+    def _odds(self, drafts: Sequence[Draft]) -> list[list[float]]:
+        """For each draft, the probability that all of its tokens up to each place are right."""
+        known = {(d.kind, len(d.token_ids)): self.acceptance.odds(d.kind, len(d.token_ids)) for d in drafts}
+        return [known[d.kind, len(d.token_ids)] for d in drafts]
+
+    def _may_pay(self, num_requests: int) -> bool:
+        """Whether drafts of k tokens for everybody, none of them known yet, would pay."""
+        odds = self.acceptance.odds(0, self._num_tokens)
+        return self._best_number([p for p in odds for _ in range(num_requests)], num_requests) > 0
+
+    def _best_number(self, ranked: Sequence[float], num_requests: int) -> int:
+        """Of draft tokens with these probabilities, the likeliest first, how many to verify for the highest rate."""
+        # Costs are known by quarters, so there is nothing to be found between two of them.
+        stride = len(ranked) if self._fixed_width else max(1, num_requests // _QUARTERS)
+        numbers = [*range(stride, len(ranked), stride), len(ranked)] if ranked else []
         extra = self._num_tokens * self._seconds_a_token(num_requests) / (self.costs.plain(num_requests) or 1.0)
+        expected = list(accumulate(ranked, initial=float(num_requests)))
         best, best_rate = 0, _WORTH
-        expected = float(num_requests)
-        for number, (p, _) in enumerate(ranked, start=1):
-            expected += p
-            if self._fixed_width and number < len(ranked):
-                continue
-            rows = num_requests * (1 + self._num_tokens) if self._fixed_width else num_requests + number
-            rate = expected / num_requests / (self.costs.ratio(num_requests, rows) + extra)
+        for number, ratio in zip(numbers, self._ratios(num_requests, numbers), strict=True):
+            rate = expected[number] / num_requests / (ratio + extra)
             if rate > best_rate:
                 best, best_rate = number, rate
-        lengths = [0] * len(drafts)
-        for _, index in ranked[:best]:
-            lengths[index] += 1
-        return best, lengths
+        return best
+
+    def _ratios(self, num_requests: int, numbers: Sequence[int]) -> list[float]:
+        """What steps with so many draft tokens cost. Of a fixed width, which cannot be approached in small steps, the
+        best is hoped for until one step has shown what is true."""
+        if not self._fixed_width:
+            return self.costs.ratios(num_requests, [num_requests + number for number in numbers])
+        measured = self.costs.measured_ratio(num_requests, num_requests * (1 + self._num_tokens))
+        return [1.0 if measured is None else measured] * len(numbers)
 
     def _seconds_a_token(self, num_requests: int) -> float:
         """What drafting one token for each of so many requests takes; for a number not seen that of the nearest."""
@@ -224,14 +258,25 @@ class DraftController:
         return 0.0 if known is None else self._drafting[known].value
 
     def _steps_per_probe(self, num_requests: int) -> float:
-        """Plain steps that have to lie between two probes for these to take no more than their share."""
+        """Plain steps that have to lie between two probes for these to take no more than their share. Where the width
+        is fixed, a first step that verifies is a part of it."""
         probe = _PROBE / min(_PROBED, num_requests) * self._seconds_a_token(_PROBED)
-        return probe / (_PROBE_SHARE * (self.costs.plain(num_requests) or 1.0))
+        steps = probe / (self.costs.plain(num_requests) or 1.0)
+        if self._fixed_width:
+            measured = self.costs.measured_ratio(num_requests, num_requests * (1 + self._num_tokens))
+            steps += max(0.0, (measured or 1.0) - 1.0)
+        return steps / _PROBE_SHARE
 
     # ---- what is told ----------------------------------------------------------------------------------------
 
     def saw_step(self, num_requests: int, num_rows: int, seconds: float) -> None:
-        """A step without prompts took so long."""
+        """A step without prompts took so long.
+
+        Args:
+            num_rows: more than `num_requests` if drafts were verified; padding need not be counted.
+        """
+        if self._fixed_width and num_rows > num_requests:
+            num_rows = num_requests * (1 + self._num_tokens)
         self.costs.add(num_requests, num_rows, seconds)
         if num_rows > num_requests:
             self._idle = 0

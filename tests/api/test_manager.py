@@ -66,7 +66,7 @@ class TestLife:
         try:
             with model.continuous_batching_context_manager() as manager:
                 manager.add_request([1], max_new_tokens=1)
-                cache = weakref.ref(next(iter(manager.engine._runner._caches.values())).k)
+                cache = weakref.ref(next(iter(manager.engine._runner._caches[False].values())).k)
                 assert cache() is not None
             assert cache() is None
         finally:

@@ -66,7 +66,22 @@ def test_what_lies_behind_an_end_is_dropped():
     assert (request.finish_reason, request.stop_reason) == ("stop", EOS)
     assert (request.num_draft_tokens, request.num_accepted_tokens) == (3, 2)
     counters = rig.scheduler.counters
-    assert (counters.num_drafts, counters.draft_tokens, counters.accepted_per_position) == (1, 3, [1, 1, 1])
+    assert (counters.num_drafts, counters.draft_tokens, counters.accepted_per_position) == (1, 3, [1, 1])
+
+
+@pytest.mark.parametrize(("num_tokens", "accepted"), [(1, 0), (2, 1), (3, 2), (4, 3), (5, 3)])
+def test_what_lies_behind_a_stop_string_is_dropped_and_not_counted(num_tokens: int, accepted: int):
+    """The step before has given one token, this one gives three drafts that are right and one more."""
+    rig = Rig()
+    request = rig.add(5, "a")
+    rig.step({"a": 50})
+    rig.scheduler.set_draft(request, [60, 61, 62])
+    rig.schedule()
+    answer(rig, {"a": [60, 61, 62, 63]})
+    rig.scheduler.stop_on_text(request, "!", num_tokens)
+    assert request.output_token_ids == [50, 60, 61, 62, 63][:num_tokens]
+    assert request.num_accepted_tokens == accepted == sum(rig.scheduler.counters.accepted_per_position)
+    assert rig.scheduler.counters.generated_tokens == num_tokens
 
 
 def test_asks_end_where_the_request_does_and_leave_out_who_does_not_want_any():
@@ -74,15 +89,43 @@ def test_asks_end_where_the_request_does_and_leave_out_who_does_not_want_any():
     rig.add(5, "a", max_tokens=4)
     rig.add(5, "b")
     rig.add(5, "c", speculative=False)
-    rig.add(90, "d")
-    rig.schedule()
-    rig.answer()
+    rig.step()
     asks = rig.scheduler.draftable(5, 9, with_blocks=False)
     assert [(ask.request.request_id, ask.max_tokens) for ask in asks] == [("a", 2), ("b", 5)]
     rig.step()
     rig.step()
     asks = rig.scheduler.draftable(5, 9, with_blocks=False)
     assert [ask.request.request_id for ask in asks][:1] == ["b"], "one token is left to a: no draft could come of use"
+
+
+def test_nothing_is_drafted_for_a_step_that_will_compute_a_prompt():
+    rig = Rig(seqs=2, budget=8)
+    rig.add(5, "a")
+    rig.step()
+
+    def asked() -> list[str]:
+        return [ask.request.request_id for ask in rig.scheduler.draftable(3, 9, with_blocks=True)]
+
+    assert asked() == ["a"]
+    rig.add(12, "b", max_tokens=2)
+    assert asked() == [], "b will be admitted"
+    rig.step()
+    assert asked() == [], "half of its prompt is left"
+    rig.step()
+    rig.add(4, "c")
+    assert asked() == ["a"], "c has to wait for b's seat, and one token is left to b"
+    rig.step()
+    assert asked() == [], "b has ended"
+
+
+def test_who_waits_for_blocks_keeps_nobody_from_drafting():
+    rig = Rig(blocks=6, seqs=4)
+    a = rig.add(7, "a")
+    rig.step()
+    b = rig.add(17, "b")
+    assert rig.step() == {"a": (7, 1)}
+    assert [ask.request for ask in rig.scheduler.draftable(3, 9, with_blocks=True)] == [a]
+    assert not b.num_computed_tokens
 
 
 def test_nobody_is_preempted_for_drafts_and_newcomers_take_their_blocks_back():
