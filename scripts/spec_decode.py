@@ -114,9 +114,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--draft_model and --num_draft_layers are for --task draft_model")
     if args.task == "draft_model" and (args.draft_model is None) == (args.num_draft_layers is None):
         parser.error("--task draft_model needs either --draft_model MODEL or --num_draft_layers N")
-    for name in ("batch_size", "osl", "num_spec_tokens", "rounds"):
-        if getattr(args, name) < 1:
+    for name in ("batch_size", "num_prompts", "osl", "num_spec_tokens", "rounds"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
             parser.error(f"--{name} must be at least 1")
+    if args.skip < 0:
+        parser.error("--skip must be 0 or more")
     return args
 
 

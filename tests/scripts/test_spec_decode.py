@@ -55,6 +55,8 @@ def test_figures_of_a_run(
         (("--task", "draft_model"), "needs either --draft_model MODEL or --num_draft_layers N"),
         (("--task", "suffix", "--num_draft_layers", "2"), "are for --task draft_model"),
         (("--task", "ngram", "--rounds", "0"), "--rounds must be at least 1"),
+        (("--task", "ngram", "--num_prompts", "0"), "--num_prompts must be at least 1"),
+        (("--task", "ngram", "--skip", "-1"), "--skip must be 0 or more"),
         (("--task", "guess"), "invalid choice: 'guess'"),
     ],
 )
