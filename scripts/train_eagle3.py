@@ -26,7 +26,8 @@ import cb_engine
 from bench.workloads import DEFAULT_DATASET, encode_questions, load_questions
 from cb_engine import Engine, EngineStats, SamplingParams
 from cb_engine.models import load_model
-from cb_engine.runner.drafters.eagle3_head import Eagle3Head, save_eagle3
+from cb_engine.runner.drafters.eagle3_checkpoint import save_eagle3
+from cb_engine.runner.drafters.eagle3_head import Eagle3Head
 from eagle3.examples import Example, choose_vocabulary, collect_examples, coverage, load_examples, save_examples
 from eagle3.generations import Generation, fingerprint, generate_missing
 from eagle3.initialising import make_head

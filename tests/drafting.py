@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,26 +36,42 @@ def at_random(future: Sequence[int], rng: random.Random) -> list[int]:
 GUESSES: dict[str, Guess] = {"right": always_right, "wrong": always_wrong, "random": at_random}
 
 
-def make_head(model: Any, *, draft_vocab_size: int = tiny.VOCAB, seed: int = 0) -> Eagle3Head:
-    """A random EAGLE-3 head for a tiny Llama, with its embeddings; a small vocabulary is a choice of the target's."""
-    torch.manual_seed(seed)
+HEAD_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "norm_before_residual": {"norm_before_residual": True},
+    "norm_before_fc": {"norm_before_fc": True},
+    "fc_norm": {"fc_norm": True},
+    "norm_output": {"norm_output": True},
+    "no_fc": {"use_aux_hidden_state": False, "aux_layer_ids": (1,)},
+}
+
+
+def head_config(**changes: Any) -> Eagle3Config:
+    """Of a head for a tiny Llama."""
     config = Eagle3Config(
         hidden_size=32,
         target_hidden_size=32,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
-        intermediate_size=64,
-        draft_vocab_size=draft_vocab_size,
+        intermediate_size=48,
+        draft_vocab_size=tiny.VOCAB,
         vocab_size=tiny.VOCAB,
         aux_layer_ids=(0, 1, 1),
     )
-    chosen = torch.randperm(tiny.VOCAB)[:draft_vocab_size]
+    return replace(config, **changes)
+
+
+def make_head(model: Any, *, seed: int = 0, **changes: Any) -> Eagle3Head:
+    """A random EAGLE-3 head for a tiny Llama, with its embeddings; a small vocabulary is a choice of the target's."""
+    torch.manual_seed(seed)
+    config = head_config(**changes)
+    chosen = torch.randperm(tiny.VOCAB)[: config.draft_vocab_size].sort().values
     head = Eagle3Head(config, target_ids=chosen, target_embeddings=model.get_input_embeddings()).eval()
     with torch.no_grad():
         for parameter in head.parameters():
-            if parameter.dim() > 1:
-                parameter.copy_(torch.randn(parameter.shape) * 0.2)
+            noise = torch.randn(parameter.shape) * 0.2
+            parameter.copy_(noise if parameter.dim() > 1 else 1 + noise)
     return head
 
 

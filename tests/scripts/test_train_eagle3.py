@@ -13,7 +13,8 @@ import torch
 import train_eagle3
 from cb_engine import attach
 from cb_engine.models import load_model
-from cb_engine.runner.drafters.eagle3_head import Eagle3Head, load_eagle3, save_eagle3
+from cb_engine.runner.drafters.eagle3_checkpoint import load_eagle3, save_eagle3
+from cb_engine.runner.drafters.eagle3_head import Eagle3Head
 from cb_engine.runner.probe import PlainAttention
 from eagle3.examples import Example, choose_vocabulary, collect_examples, coverage, load_examples, save_examples
 from eagle3.generations import Generation, fingerprint, generate_missing

@@ -23,7 +23,8 @@ from cb_engine.runner.buckets import DraftShapes
 from cb_engine.runner.drafters.chain import ChainDrafter, Passes
 from cb_engine.runner.drafters.draft_model import DraftModelDrafter, decoder_layers, drafting_forward, first_layers
 from cb_engine.runner.drafters.eagle3 import AuxStates, Eagle3Drafter, head_forward
-from cb_engine.runner.drafters.eagle3_head import Eagle3Head, load_eagle3
+from cb_engine.runner.drafters.eagle3_checkpoint import load_eagle3
+from cb_engine.runner.drafters.eagle3_head import Eagle3Head
 from cb_engine.runner.forward import Forward
 from cb_engine.runner.fusion import fused_shadow, packed_shadow
 from cb_engine.runner.kv_layout import LayerGroup, only
