@@ -109,18 +109,19 @@ def test_greedy_output_with_every_drafter(family: str, drafter: str) -> None:
             assert stats.num_accepted_tokens == stats.num_draft_tokens, "a model agrees with itself"
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
 @pytest.mark.parametrize("drafter", ["draft_model", "first_layers"])
-def test_a_drafter_sees_what_it_would_see_alone(drafter: str) -> None:
-    """Its drafts are those of plain generation with the draft model, also after chunks, rejections and preemptions: its
-    cache has no holes and nothing stale."""
-    model, prompts, _ = tiny.family("llama")
-    draft_model = tiny.make_model("llama", seed=77)
+def test_a_drafter_sees_what_it_would_see_alone(drafter: str, family: str) -> None:
+    """Its drafts are those of plain generation with the draft model, also after chunks, rejections and preemptions, and
+    with windows that have passed the beginning of a prompt: its cache has no holes and nothing stale."""
+    model, prompts, _ = tiny.family(family)
+    draft_model = tiny.make_model(family, seed=77)
     speculative = {"method": "draft_model", "num_speculative_tokens": 3, "adaptive": False}
     if drafter == "draft_model":
         speculative["model"] = draft_model
     else:
         speculative["num_draft_layers"] = 1
-        draft_model = tiny.make_model("llama")
+        draft_model = tiny.make_model(family)
         draft_model.load_state_dict(model.state_dict())
         draft_model.model.layers = draft_model.model.layers[:1]
     config = {"block_size": 4, "num_blocks": 13, "max_prefill_chunk": 5, "speculative": speculative}

@@ -127,6 +127,7 @@ class ModelRunner:
                 block_size=self._config.block_size,
                 tables=blocks.block_tables,
                 num_groups=len(self._groups),
+                group=next((i for i, g in enumerate(groups) if own and g.layers), 0),
             )
         )
 
@@ -268,6 +269,8 @@ class ModelRunner:
             pending.append(copy)
             touched.add((copy.group, copy.dst))
         self._copy_together(pending)
+        if self.drafter is not None:
+            self.drafter.copied(copies)
 
     def _copy_together(self, copies: Sequence[BlockCopy]) -> None:
         for index, group in enumerate(self._groups):

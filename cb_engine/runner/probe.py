@@ -25,7 +25,8 @@ _FAR_POSITION = 4096  # for models that name no last one
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One attention layer, as its forward showed it."""
+    """One attention layer, as its forward showed it. `window` says which of its keys may be forgotten; what is masked
+    is up to the params of each forward."""
 
     layer_idx: int
     num_heads: int

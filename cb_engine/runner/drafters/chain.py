@@ -6,10 +6,13 @@ Owns the loop and its shapes. Does not know what the model is: subclasses say wh
     next passes  d1 -> d2 -> ... -> dk, one token a request; they never leave the device
 
 Keys and values go to the request's own blocks, at the positions of the tokens; those of wrong drafts are overwritten.
+What comes before the first pass (a prompt, for the most part) is caught up with in passes of its own, whose outcome
+nobody needs.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +20,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from cb_engine.kv_cache.block_manager import Int32Array
+from cb_engine.kv_cache.block_manager import BlockCopy, Int32Array
 from cb_engine.request import Request
 from cb_engine.runner.buckets import Bucket, BucketTable, StepKind
+from cb_engine.runner.drafters.computed import ComputedRows
 from cb_engine.runner.executor import Executor
 from cb_engine.runner.input_batch import InputBatch, PackedRows, pack_rows
 from cb_engine.runner.paged_model import PagedModel
@@ -31,22 +35,34 @@ BlockTables = Callable[[Sequence[Request], int], Sequence[Int32Array]]  # see `B
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows of one request: the drafter's positions `start` to `end`, of which it sees those from `visible` on."""
+    """Rows of one request: the drafter's positions `start` to `end`, of which it sees those from `visible` on.
+
+    Behind a gap the rows close up to the beginning of the block that `visible` lies in, so that what is seen begins
+    with a block: the row at position p lies where `slot(p)` says.
+    """
 
     request: Request
     start: int
     end: int
-    visible: int = 0  # a multiple of the block size
+    visible: int = 0
 
     @property
     def num_rows(self) -> int:
         """How many they are."""
         return self.end - self.start
 
+    def slot(self, position: int, block_size: int) -> int:
+        """The place in the request's blocks of its row at a position."""
+        return position - self.visible % block_size
+
 
 @dataclass(frozen=True)
 class Passes:
-    """What all passes of a drafter need. `tables` are the BlockManager's, read only."""
+    """What all passes of a drafter need. `tables` are the BlockManager's, read only.
+
+    Attributes:
+        group: that of the drafter's own layers, if it has any.
+    """
 
     model: PagedModel
     executor: Executor
@@ -54,6 +70,7 @@ class Passes:
     block_size: int
     tables: BlockTables
     num_groups: int
+    group: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -66,6 +83,8 @@ class ChainDrafter(ABC):
 
     Attributes:
         shift: the row at position p takes the token at p + shift.
+        catch_up_seconds: what of the latest `propose` went to rows before the first pass. They belong to texts that are
+            new to the drafter, and say nothing of what a drafted token costs.
     """
 
     shift: int
@@ -73,17 +92,15 @@ class ChainDrafter(ABC):
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
         self._all_passes = passes.executor.is_static  # whether to run them all, needed or not
+        self.catch_up_seconds = 0.0
 
     @abstractmethod
-    def _spans(self, requests: Sequence[Request]) -> list[Span | None]:
-        """The rows that are new, None for a request that cannot be drafted."""
-
-    def _others(self, asked: Sequence[Span]) -> list[Span]:
-        """Rows of requests that are not asked for, which have to be computed all the same."""
-        return []
+    def _first_spans(self, requests: Sequence[Request]) -> list[Span | None]:
+        """The rows of the first pass, None for a request that cannot be drafted now. All rows before are computed when
+        it returns."""
 
     def _first_inputs(self, spans: Sequence[Span], bucket: Bucket) -> tuple[torch.Tensor, ...]:
-        """What else the first pass takes for these rows, padded to the bucket."""
+        """What else a pass over known tokens takes for these rows, padded to the bucket."""
         return ()
 
     def _drafted(self, spans: Sequence[Span], token_ids: Sequence[Sequence[int]]) -> None:  # noqa: B027 (not all need it)
@@ -92,37 +109,43 @@ class ChainDrafter(ABC):
     def observe(self, scheduled: Sequence[ScheduledRequest]) -> None:  # noqa: B027 (not all need it)
         """The target has just computed these rows, in this order."""
 
+    def copied(self, copies: Sequence[BlockCopy]) -> None:  # noqa: B027 (not all need it)
+        """These blocks are copied before anything else happens, in this order."""
+
+    def weights_changed(self, *, own: bool) -> None:  # noqa: B027 (not all need it)
+        """The target has other weights from now on; `own`: the drafter too."""
+
     def forget(self, request: Request) -> None:  # noqa: B027 (not all need it)
         """See `Proposer.forget`."""
 
     @torch.inference_mode()
     def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
         """See `Proposer.propose`."""
-        found = self._spans([ask.request for ask in asks])
+        self.catch_up_seconds = 0.0
+        found = self._first_spans([ask.request for ask in asks])
         pairs = [(span, ask.max_tokens) for span, ask in zip(found, asks, strict=True) if span is not None]
-        spans = self._catch_up([span for span, _ in pairs])
-        if not spans:
+        if not pairs:
             return [NO_DRAFT] * len(asks)
-        limits = [limit for _, limit in pairs]
+        spans, limits = [span for span, _ in pairs], [limit for _, limit in pairs]
         read = self._passes.executor.read(self._chain(spans, limits))
         chains = [tuple(ids[:limit]) for ids, limit in zip(read, limits, strict=False)]
         self._drafted(spans, chains)
         drafts = iter(chains)
         return [NO_DRAFT if span is None else Draft(next(drafts)) for span in found]
 
-    def _catch_up(self, spans: Sequence[Span]) -> list[Span]:
-        """Computes all rows but those of the first pass; returns spans of those."""
+    def _parts(self, span: Span) -> tuple[Span, Span]:
+        """The rows to catch up with, and those of the first pass."""
         width = self._passes.buckets.width(StepKind.DRAFT_FIRST)
-        late = [replace(span, end=span.end - 1) for span in spans if span.num_rows > width]
-        self._prefill([*self._others(spans), *late])
-        return [replace(span, start=span.end - 1) if span.num_rows > width else span for span in spans]
+        middle = span.start if span.num_rows <= width else span.end - 1
+        return replace(span, end=middle), replace(span, start=middle)
 
     def _prefill(self, spans: Sequence[Span]) -> None:
         """Computes rows whose logits nobody needs, as many at a time as a step may have."""
+        started = time.perf_counter()
         most = self._passes.buckets.max_num_batched_tokens
         seqs = self._passes.buckets.max_num_seqs
         part: list[Span] = []
-        room = most
+        room, last = most, None
         for whole in spans:
             span = whole
             while span.num_rows:
@@ -130,10 +153,13 @@ class ChainDrafter(ABC):
                 part.append(piece)
                 span, room = replace(span, start=piece.end), room - piece.num_rows
                 if not room or len(part) == seqs:
-                    self._run(StepKind.DRAFT_PREFILL, part)
+                    last = self._run(StepKind.DRAFT_PREFILL, part)
                     part, room = [], most
         if part:
-            self._run(StepKind.DRAFT_PREFILL, part)
+            last = self._run(StepKind.DRAFT_PREFILL, part)
+        if last is not None:
+            self._passes.executor.read(last[0])  # waits, so that what follows is timed by itself
+            self.catch_up_seconds += time.perf_counter() - started
 
     def _run(self, kind: StepKind, spans: Sequence[Span]) -> tuple[torch.Tensor, ...]:
         """A pass over rows whose tokens are known: the ids that follow each span, and what the next pass feeds on."""
@@ -199,6 +225,31 @@ class ChainDrafter(ABC):
     def _next_inputs(self, bucket: Bucket) -> tuple[torch.Tensor, ...]:
         """Padding in the place of what a next pass is fed with beside ids."""
         return ()
+
+
+class OwnCacheDrafter(ChainDrafter):
+    """A drafter whose layers have keys and values of their own, in the blocks of the requests."""
+
+    def __init__(self, passes: Passes) -> None:
+        super().__init__(passes)
+        self._rows = ComputedRows(passes.block_size)
+
+    def copied(self, copies: Sequence[BlockCopy]) -> None:
+        """See `ChainDrafter.copied`."""
+        for copy in copies:
+            if copy.group == self._passes.group:
+                self._rows.copy(copy.src, copy.dst)
+
+    def forget(self, request: Request) -> None:
+        """See `Proposer.forget`."""
+        self._rows.forget(request)
+
+    def _tables_of(self, requests: Sequence[Request]) -> dict[Request, Int32Array]:
+        """Their blocks, as far as tokens and drafts go."""
+        size = self._passes.block_size
+        longest = max((request.num_tokens for request in requests), default=0)
+        tables = self._passes.tables(requests, -(-(longest + self._passes.num_tokens) // size))
+        return dict(zip(requests, tables[self._passes.group], strict=True))
 
 
 def _shifted(table: Int32Array, first: Sequence[int]) -> Int32Array:

@@ -1,71 +1,86 @@
 """A draft model: any smaller causal LM with the same vocabulary, or the first layers of the target itself.
 
-Owns how far each request has been seen by the draft model. Does not know acceptance: it looks at what became of its
-own drafts when it is asked again.
+Does not know acceptance: what has become of drafts shows in the requests' tokens.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from cb_engine.kv_cache.block import common_prefix_length
+from cb_engine.kv_cache.block_manager import Int32Array
 from cb_engine.request import Request
-from cb_engine.runner.drafters.chain import ChainDrafter, Passes, Span
+from cb_engine.runner.drafters.chain import ChainDrafter, OwnCacheDrafter, Passes, Span
 from cb_engine.runner.forward import Forward, logits_forward
 
 
-@dataclass(slots=True)
-class _Seen:
-    """A request's tokens whose keys and values the draft model has.
+class FirstLayersDrafter(ChainDrafter):
+    """Its layers are the target's own first ones, whose keys and values the target has written."""
 
-    Those of drafts are right as far as the drafts were: `drafts` follow the first `num_tokens`, and all but the last
-    have been computed.
-    """
+    shift = 0
 
-    num_tokens: int
-    drafts: Sequence[int]
-    num_preemptions: int
+    def _first_spans(self, requests: Sequence[Request]) -> list[Span | None]:
+        return [Span(request, request.num_computed_tokens, request.num_tokens) for request in requests]
 
 
-class DraftModelDrafter(ChainDrafter):
-    """See the module docstring.
+class DraftModelDrafter(OwnCacheDrafter):
+    """A model with layers of its own.
 
-    Args:
-        shares_cache: its layers are the target's own first ones, whose keys and values the target has written.
+    A `propose` catches up with no more tokens than a step may have, the most urgent requests first. Who is not there
+    yet gets no draft and goes on from where it is the next time. What requests share is computed once.
     """
 
     shift = 0
 
-    def __init__(self, passes: Passes, *, shares_cache: bool) -> None:
+    def __init__(self, passes: Passes) -> None:
         super().__init__(passes)
-        self._shares_cache = shares_cache
-        self._seen: WeakKeyDictionary[Request, _Seen] = WeakKeyDictionary()
+        self._tables: dict[Request, Int32Array] = {}  # of a `propose`
 
-    def _spans(self, requests: Sequence[Request]) -> list[Span | None]:
-        return [Span(request, self._num_known(request), request.num_tokens) for request in requests]
+    def _first_spans(self, requests: Sequence[Request]) -> list[Span | None]:
+        self._tables = self._tables_of(requests)
+        room = self._passes.buckets.max_num_batched_tokens
+        found: list[Span | None] = []
+        waiting: list[Span] = []  # rows to be computed in one go, which must not see each other
+        touched: set[int] = set()  # the blocks that they lie in
+        for request in requests:
+            late, first = self._parts(self._unknown(request))
+            if touched and not touched.isdisjoint(self._tables[request].tolist()):
+                self._prefill(waiting)
+                waiting, touched = [], set()
+            late = replace(late, end=min(late.end, late.start + room))
+            if late.num_rows:
+                room -= late.num_rows
+                waiting.append(late)
+                touched.update(self._computed(late, request.token_ids[late.start : late.end]))
+            found.append(first if late.end == first.start else None)
+        self._prefill(waiting)
+        return found
 
-    def _num_known(self, request: Request) -> int:
-        """At most all but the last token, whose logits are wanted."""
-        if self._shares_cache:
-            return request.num_computed_tokens
-        seen = self._seen.get(request)
-        if seen is None or seen.num_preemptions != request.num_preemptions:
-            return 0
-        kept = common_prefix_length(seen.drafts[:-1], request.token_ids[seen.num_tokens :])
-        return min(seen.num_tokens + kept, request.num_tokens - 1)
+    def _unknown(self, request: Request) -> Span:
+        """At least the last token, whose logits are wanted."""
+        known = self._rows.count(request, self._tables[request], request.num_tokens - 1)
+        return Span(request, known, request.num_tokens)
+
+    def _computed(self, span: Span, token_ids: Sequence[int]) -> list[int]:
+        """Notes rows from the span's first on; returns the blocks that they lie in."""
+        table, size = self._tables[span.request], self._passes.block_size
+        self._rows.add(span.request, table, span.start, token_ids)
+        ids: list[int] = table[span.start // size : -(-(span.start + len(token_ids)) // size)].tolist()
+        return ids
 
     def _drafted(self, spans: Sequence[Span], token_ids: Sequence[Sequence[int]]) -> None:
-        if self._shares_cache:
-            return
-        for span, ids in zip(spans, token_ids, strict=False):
-            request = span.request
-            self._seen[request] = _Seen(request.num_tokens, ids, request.num_preemptions)
+        for span, ids in zip(spans, token_ids, strict=True):
+            self._computed(span, [*span.request.token_ids[span.start : span.end], *ids[:-1]])  # the last is no input
+        self._tables = {}
+
+    def weights_changed(self, *, own: bool) -> None:
+        """See `ChainDrafter.weights_changed`."""
+        if own:
+            self._rows.clear()
 
 
 def drafting_forward(model: nn.Module, *, takes_logits_to_keep: bool, vocab_size: int, own_vocab_size: int) -> Forward:

@@ -4,11 +4,15 @@ Owns the buffer that the target's states are left in, and how far the head has f
 head's inside (`eagle3_head.py`).
 
 The row at position p takes the token at p + 1 and the target's states at p, and predicts the token at p + 2. States are
-there only for what the target has just computed: a request that was passed over has a hole, and from then on the head
-sees only what lies behind it.
+there only for what the target has just computed. Whatever lies before that, and the head has not followed then, is a
+hole: steps in which nobody drafted, a prefix whose blocks were computed in such steps. From then on the head sees only
+what lies behind it.
 
-    the head's keys    | known | hole | block | behind it ...... |
+    the head's keys    | known | hole | behind it ...... |
                                       ^ visible from here
+
+The last key of a prefix was made with the token that followed there. A request that goes on otherwise sees that one key
+made wrongly, which costs less than to see none.
 """
 
 from __future__ import annotations
@@ -20,9 +24,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from cb_engine.kv_cache.block_manager import Int32Array
 from cb_engine.request import Request
 from cb_engine.runner.buckets import Bucket, StepKind
-from cb_engine.runner.drafters.chain import ChainDrafter, Passes, Span
+from cb_engine.runner.drafters.chain import OwnCacheDrafter, Passes, Span
 from cb_engine.runner.drafters.draft_model import decoder_layers
 from cb_engine.runner.drafters.eagle3_head import Eagle3Head
 from cb_engine.runner.forward import Forward
@@ -53,8 +58,10 @@ class AuxStates:
 
         def tapped(ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
             logits: torch.Tensor = forward(ids, positions, wanted)
-            states = torch.cat([seen[place][0].to(self.rows.device) for place in range(len(self._layer_ids))], -1)
-            self.rows.narrow(0, 0, states.shape[0]).copy_(states)
+            # Taken out: between two steps nobody holds on to states.
+            states = torch.cat([seen.pop(place)[0].to(self.rows.device) for place in range(len(self._layer_ids))], -1)
+            # Written through the buffer itself: a graph does not see writes to a view of it.
+            self.rows.index_copy_(0, torch.arange(states.shape[0], device=self.rows.device), states)
             return logits
 
         return tapped
@@ -87,60 +94,79 @@ class _Followed:
     num_preemptions: int
 
 
-class Eagle3Drafter(ChainDrafter):
-    """See the module docstring. `observe` has to be told of every step of the target."""
+class Eagle3Drafter(OwnCacheDrafter):
+    """See the module docstring. `observe` has to be told of every step of the target, and `propose` has to be called
+    after each whose rows are to be followed, be it with no asks."""
 
     shift = 1
 
     def __init__(self, passes: Passes, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__(passes)
         self._hidden_size, self._dtype = hidden_size, dtype
-        self._computed: dict[Request, _Computed] = {}
+        self._computed: dict[Request, _Computed] = {}  # by the latest step
         self._followed: WeakKeyDictionary[Request, _Followed] = WeakKeyDictionary()
-        self._misses_nothing = True  # so what the prefix cache holds is known to the head as well
+        self._tables: dict[Request, Int32Array] = {}  # of a `propose`
 
     def observe(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """The target has computed these rows, in this order; their states are in the buffer."""
-        self._misses_nothing &= not self._computed  # else the last step's were never followed
         self._computed = {}
         row = 0
         for item in scheduled:
             self._computed[item.request] = _Computed(row, item.start)
             row += item.num_tokens
 
-    def _spans(self, requests: Sequence[Request]) -> list[Span | None]:
-        return [self._span(request) for request in requests]
+    def forget(self, request: Request) -> None:
+        """See `Proposer.forget`."""
+        super().forget(request)
+        self._computed.pop(request, None)
+        self._followed.pop(request, None)
 
-    def _span(self, request: Request) -> Span | None:
-        """The rows that the target has just computed and that were right."""
-        computed = self._computed.get(request)
-        if computed is None or request.num_computed_tokens <= computed.start:
-            return None  # it was not in the step, or has been preempted since
+    def weights_changed(self, *, own: bool) -> None:
+        """See `ChainDrafter.weights_changed`. Keys are made of the target's states; who runs on may go on with its old
+        ones, as in the target."""
+        self._rows.clear()
+
+    def _first_spans(self, requests: Sequence[Request]) -> list[Span | None]:
+        """All that the step has computed is followed, also of requests that are not asked for."""
+        right = {request: at for request, at in self._computed.items() if request.num_computed_tokens > at.start}
+        followed = [request for request in right if not request.is_finished]
+        self._tables = self._tables_of(followed)
+        spans = {request: self._span(request, right[request].start) for request in followed}
+        for span in spans.values():
+            self._note(span)
+        firsts: dict[Request, Span] = {}
+        for request in requests:
+            if request in spans:
+                spans[request], firsts[request] = self._parts(spans[request])
+        self._prefill(list(spans.values()))
+        return [firsts.get(request) for request in requests]
+
+    def _span(self, request: Request, start: int) -> Span:
+        """The rows that the target has just computed, from `start` on, and that were right."""
         followed = self._followed.get(request)
-        if followed is None:
-            is_whole = self._misses_nothing
+        if followed is None or followed.num_preemptions != request.num_preemptions:
+            visible, end = 0, self._rows.count(request, self._tables[request], start)
         else:
-            is_whole = followed.end == computed.start and followed.num_preemptions == request.num_preemptions
+            visible, end = followed.visible, followed.end
+        return Span(request, start, request.num_computed_tokens, visible if end == start else start)
+
+    def _note(self, span: Span) -> None:
+        request, table = span.request, self._tables[span.request]
+        self._followed[request] = _Followed(span.end, span.visible, request.num_preemptions)
+        if span.visible:
+            self._overwritten(span, span.start, span.end)
+        else:
+            self._rows.add(request, table, span.start, request.token_ids[span.start : span.end])
+
+    def _overwritten(self, span: Span, start: int, end: int) -> None:
+        """These rows of the request hold what nobody else can use: keys that have closed up, or the head's guesses."""
         size = self._passes.block_size
-        visible = (followed.visible if followed else 0) if is_whole else computed.start // size * size
-        return Span(request, computed.start, request.num_computed_tokens, visible)
-
-    def _others(self, asked: Sequence[Span]) -> list[Span]:
-        known = {span.request for span in asked}
-        rest = [r for r in self._computed if r not in known and not r.is_finished]
-        spans = [span for span in map(self._span, rest) if span is not None]
-        for span in (*spans, *asked):
-            self._followed[span.request] = _Followed(span.end, span.visible, span.request.num_preemptions)
-        return spans
-
-    def _catch_up(self, spans: Sequence[Span]) -> list[Span]:
-        left = super()._catch_up(spans)
-        if not left:
-            self._computed = {}
-        return left
+        self._rows.remove(self._tables[span.request], span.slot(start, size), span.slot(end, size))
 
     def _drafted(self, spans: Sequence[Span], token_ids: Sequence[Sequence[int]]) -> None:
-        self._computed = {}
+        for span, ids in zip(spans, token_ids, strict=True):
+            self._overwritten(span, span.end, span.end + len(ids) - 1)
+        self._tables = {}
 
     def _first_inputs(self, spans: Sequence[Span], bucket: Bucket) -> tuple[torch.Tensor, ...]:
         rows = torch.zeros(bucket.num_tokens, dtype=torch.int64)

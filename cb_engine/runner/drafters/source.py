@@ -21,7 +21,13 @@ from cb_engine.errors import UnsupportedModelError
 from cb_engine.models import load_model
 from cb_engine.runner.buckets import DraftShapes
 from cb_engine.runner.drafters.chain import ChainDrafter, Passes
-from cb_engine.runner.drafters.draft_model import DraftModelDrafter, decoder_layers, drafting_forward, first_layers
+from cb_engine.runner.drafters.draft_model import (
+    DraftModelDrafter,
+    FirstLayersDrafter,
+    decoder_layers,
+    drafting_forward,
+    first_layers,
+)
 from cb_engine.runner.drafters.eagle3 import AuxStates, Eagle3Drafter, head_forward
 from cb_engine.runner.drafters.eagle3_checkpoint import load_eagle3
 from cb_engine.runner.drafters.eagle3_head import Eagle3Head
@@ -88,7 +94,9 @@ class OwnModel(DraftSource):
                 f"the draft model's positions end at {limit}, max_model_len is {config.max_model_len}; set "
                 "max_model_len lower, or take another draft model"
             )
-        self.layers = tuple(replace(layer, is_drafters=True) for layer in self._profile.layers)
+        # All blocks are kept, also those behind a window, which attention masks by itself: the drafter may begin with
+        # a text after the target has passed it.
+        self.layers = tuple(replace(layer, window=None, is_drafters=True) for layer in self._profile.layers)
 
     def shapes(self, num_tokens: int) -> DraftShapes:
         return DraftShapes(num_tokens, first_width=1 + num_tokens, prefills=True)
@@ -108,7 +116,7 @@ class OwnModel(DraftSource):
         )
 
     def drafter(self, passes: Passes) -> ChainDrafter:
-        return DraftModelDrafter(passes, shares_cache=False)
+        return DraftModelDrafter(passes)
 
     def devices(self, profile: ModelProfile) -> tuple[torch.device, torch.device]:
         return self._profile.input_device, self._profile.output_device
@@ -134,7 +142,7 @@ class FirstLayers(DraftSource):
         )
 
     def drafter(self, passes: Passes) -> ChainDrafter:
-        return DraftModelDrafter(passes, shares_cache=True)
+        return FirstLayersDrafter(passes)
 
     def groups(self, groups: Sequence[LayerGroup]) -> tuple[LayerGroup, ...]:
         own = only(groups, drafters=False)
