@@ -16,7 +16,7 @@ from cb_engine.errors import CBEngineError
 
 
 class Executor(Protocol):
-    """All device work of a step goes through `run`, all that the host learns of it through `read`."""
+    """All device work of a step goes through `run`, all that the host learns of it through `read` and `to_host`."""
 
     @property
     def is_static(self) -> bool:
@@ -33,6 +33,13 @@ class Executor(Protocol):
 
     def read(self, tensor: torch.Tensor) -> Any:
         """The tensor's values as Python numbers (`tolist`); waits for the device."""
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole tensor on the host, to be cut there into pieces of any size; waits for the device."""
+
+    def adopt(self, value: Any) -> Any:
+        """The same tensors, or container of tensors, as property of the device: from here on only functions that it
+        runs touch them."""
 
     def compile_only(self) -> AbstractContextManager[None]:
         """Within, nothing need be computed, and nothing may be read."""
@@ -55,9 +62,21 @@ class EagerExecutor:
 
     def read(self, tensor: torch.Tensor) -> Any:
         """See `Executor.read`."""
+        self._check_may_read()
+        return tensor.tolist()
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Executor.to_host`."""
+        self._check_may_read()
+        return tensor.cpu()
+
+    def adopt(self, value: Any) -> Any:
+        """See `Executor.adopt`; anybody may touch anything here."""
+        return value
+
+    def _check_may_read(self) -> None:
         if not self._may_read:
             raise CBEngineError("a value was read in compile-only mode")
-        return tensor.tolist()
 
     @contextmanager
     def compile_only(self) -> Iterator[None]:

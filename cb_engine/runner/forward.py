@@ -125,14 +125,15 @@ class ForwardTable:
 
     def set_forward(self, forward: Forward) -> None:
         """Takes another module tree's. Code compiled for the last one is of no use, so warm-up is open again."""
+        self.drop_forward()
         self._eager = forward
+
+    def drop_forward(self) -> None:
+        """Lets go of the module tree, and of the code that was compiled for it; nothing runs until another is set."""
+        self._eager = None
         if self._compiled:
             self._compiled = {}
             self._guard.reopen()
-
-    def drop_forward(self) -> None:
-        """Lets go of the module tree; nothing runs until another one is set."""
-        self._eager = None
 
     def get(self, bucket: Bucket, *, is_static: bool) -> Forward:
         """The callable for a step of this shape.
@@ -154,7 +155,7 @@ class ForwardTable:
         shape = (bucket.kind, bucket.num_seqs, bucket.num_tokens)
         if shape not in self._compiled:
             self._compiled[shape] = self._compile(self._eager, "_".join(map(str, shape)))
-        return self._guarded(self._compiled[shape]) if self._guard.fails_on_recompile else self._compiled[shape]
+        return self._guarded(self._compiled[shape], bucket) if self._guard.fails_on_recompile else self._compiled[shape]
 
     def _compile(self, eager: Forward, shape: str) -> Forward:
         """Compiles a function of the shape's own: torch keeps compiled code per code object and gives up on one
@@ -170,12 +171,18 @@ class ForwardTable:
         return torch.compile(own, dynamic=False, **self._compile_options)
 
     @staticmethod
-    def _guarded(compiled: Forward) -> Forward:
-        """In strict mode torch itself raises where it would compile once more."""
+    def _guarded(compiled: Forward, bucket: Bucket) -> Forward:
+        """In strict mode torch itself raises where it would compile once more. Its error is one of many kinds that a
+        request or a proposer may be blamed for, so it gets the name of what it is."""
 
         def call(*args: Any) -> Any:
             with torch.compiler.set_stance("fail_on_recompile"):
-                return compiled(*args)
+                try:
+                    return compiled(*args)
+                except RuntimeError as error:
+                    if "fail_on_recompile" not in str(error):
+                        raise
+                    raise ShapeNotWarmedError(f"{bucket} was warmed up for other arguments: {error}") from error
 
         return call
 

@@ -6,13 +6,14 @@ import torch
 
 from cb_engine.outputs import TokenLogprob
 from cb_engine.runner.input_batch import prompt_logprob_rows
-from cb_engine.sampling import SamplerOutput, prompt_logprobs
+from cb_engine.sampling import prompt_logprobs
 from cb_engine.scheduler.output import ScheduledRequest
 
 
-def candidate_entries(output: SamplerOutput, row: int, token_id: int, logprob: float) -> list[TokenLogprob] | None:
+def candidate_entries(
+    pairs: list[tuple[int, float]] | None, token_id: int, logprob: float
+) -> list[TokenLogprob] | None:
     """The N likeliest tokens of a row that asked for N > 0 of them, the sampled one added if it is not among them."""
-    pairs = output.top.row(row) if output.top is not None else None
     return None if pairs is None else _entries(pairs, token_id, logprob)
 
 

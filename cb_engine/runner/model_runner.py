@@ -18,14 +18,15 @@ from torch.profiler import record_function
 from cb_engine.attention.backend import AttentionBackend, KVCache
 from cb_engine.config import ResolvedConfig
 from cb_engine.errors import CBEngineError, ShapeNotWarmedError
+from cb_engine.kv_cache.block import NULL_BLOCK_ID
 from cb_engine.kv_cache.block_manager import BlockCopy, BlockManager, KVGroup
 from cb_engine.native import build
-from cb_engine.runner.buckets import Bucket, BucketTable, DraftShapes, StepKind
+from cb_engine.runner.buckets import Bucket, BucketTable, DraftShapes, StepKind, climb, ladder
 from cb_engine.runner.drafters.chain import ChainDrafter, Passes
 from cb_engine.runner.drafters.source import DraftSource
 from cb_engine.runner.executor import EagerExecutor, Executor
 from cb_engine.runner.forward import Coverage, Forward, ForwardTable, ShapeGuard, logits_forward
-from cb_engine.runner.input_batch import InputBatch, make_input_batch
+from cb_engine.runner.input_batch import InputBatch, make_input_batch, prompt_logprob_rows
 from cb_engine.runner.kv_layout import LayerGroup, layer_spec, only
 from cb_engine.runner.paged_model import PagedModel
 from cb_engine.runner.probe import ModelProfile
@@ -98,7 +99,7 @@ class ModelRunner:
                 for layer in group.layers:
                     spec = layer_spec(layer, self._config.block_size)
                     cache = self._backend.allocate(spec, pool.num_blocks, layer.device)
-                    self._caches[layer.is_drafters][layer.layer_idx] = cache
+                    self._caches[layer.is_drafters][layer.layer_idx] = self.executor.adopt(cache)
 
     def _make_sampler(self) -> TokenSampler:
         if self._config.max_logprobs is not None:
@@ -224,9 +225,11 @@ class ModelRunner:
             static_sizes=self.executor.is_static,
         )
         is_static = True
-        if 0 < num_logits < batch.logits_indices.numel():  # prompts whose log-probabilities are wanted
-            is_static = self.executor.is_static
-            batch = batch.with_logits_of_all_rows() if is_static else batch
+        if self.executor.is_static:
+            if any(map(prompt_logprob_rows, plan.scheduled)):
+                batch = batch.with_logits_of_all_rows()  # also where few rows would do: one shape for all mixes
+        elif 0 < num_logits < batch.logits_indices.numel():
+            is_static = False
         logits = self._forward(batch, is_static=is_static)
         if self.drafter is not None:
             self.drafter.observe(plan.scheduled)
@@ -273,21 +276,34 @@ class ModelRunner:
             self.drafter.copied(copies)
 
     def _copy_together(self, copies: Sequence[BlockCopy]) -> None:
-        for index, group in enumerate(self._groups):
-            mine = [(c.src, c.dst) for c in copies if c.group == index]
-            if not mine:
-                continue
-            pairs = torch.tensor(mine, dtype=torch.int64)
-            for layer in group.layers:
-                src, dst = pairs.to(layer.device).unbind(1)
-                self._backend.copy_blocks(self._caches[layer.is_drafters][layer.layer_idx], src, dst)
+        most = self._config.max_num_seqs
+        for group in range(len(self._groups)):
+            mine = [(c.src, c.dst) for c in copies if c.group == group]
+            for start in range(0, len(mine), most):
+                self._copy_in_group(group, mine[start : start + most])
+
+    def _copy_in_group(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies of which none touches another's blocks; where shapes are static, the null block's onto itself fill
+        them up to a known number."""
+        size = climb(len(pairs), self._config.max_num_seqs) if self.executor.is_static else len(pairs)
+        padded = [*pairs, *[(NULL_BLOCK_ID, NULL_BLOCK_ID)] * (size - len(pairs))]
+        on_host = torch.tensor(padded, dtype=torch.int64).t().contiguous()
+        devices = dict.fromkeys(layer.device for layer in self._groups[group].layers)
+        ends = {str(device): on_host.to(device) for device in devices}
+        self.executor.run("copy_blocks", self._copy, group, ends)
+
+    def _copy(self, group: int, ends: dict[str, torch.Tensor]) -> None:
+        """On the device: `ends[device]` [2, C], where from and where to."""
+        for layer in self._groups[group].layers:
+            src, dst = ends[str(layer.device)].unbind(0)
+            self._backend.copy_blocks(self._caches[layer.is_drafters][layer.layer_idx], src, dst)
 
     # ---- warm-up ---------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def warmup(self, progress: Callable[[int, int], object] | None = None, *, compile_only: bool = False) -> int:
         """Runs the step's own functions over every listed shape, largest first, then freezes the list: forward, sampler
-        and acceptance of the target, all passes of the drafter. No value is read from the device.
+        and acceptance of the target, all passes of the drafter, and copies of blocks. No value is read from the device.
 
         Args:
             progress: called with (shapes done, shapes in all) after each.
@@ -305,9 +321,16 @@ class ModelRunner:
                     self._warm_target(bucket)
                 if progress is not None:
                     progress(done, len(shapes))
+            self._warm_copies()
         self._guard.freeze()
         self.executor.freeze()
         return len(shapes)
+
+    def _warm_copies(self) -> None:
+        if self.executor.is_static:
+            for group in range(len(self._groups)):
+                for size in ladder(self._config.max_num_seqs):
+                    self._copy_in_group(group, [(NULL_BLOCK_ID, NULL_BLOCK_ID)] * size)
 
     def _warm_drafter(self, bucket: Bucket) -> None:
         if self.drafter is not None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol, overload
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from cb_engine.outputs import TokenLogprob
@@ -121,12 +122,13 @@ class RowSampler:
         if not states:
             return ModelOutput(prompt_logprobs=entries)
         sampled = self._sampler(self._wanted(logits, rows, num_rows), states)
-        if any(item.draft_token_ids for item in scheduled):
-            kept = self._accepted(scheduled, sampled, shape)
+        sampling = [item for item in scheduled if item.samples]
+        if any(item.draft_token_ids for item in sampling):
+            kept = self._accepted(sampling, sampled, shape)
         else:
             ids, failed = self._executor.read(sampled.token_ids), self._executor.read(sampled.failed)
             kept = [[NOTHING if failed[row] else ids[row]] for row in range(len(states))]
-        return ModelOutput(self._tokens(scheduled, sampled, kept), entries)
+        return ModelOutput(self._tokens(sampling, sampled, kept), entries)
 
     def warm(self, logits: torch.Tensor, num_rows: int, bucket: Bucket) -> None:
         """Runs what `sample` may run on a step of this shape, reading no value.
@@ -136,7 +138,7 @@ class RowSampler:
             num_rows: rows to sample from.
         """
         wanted = logits
-        if logits.shape[0] != num_rows:
+        if self._is_static or logits.shape[0] != num_rows:  # rows of prompts may lie between those to sample from
             index = torch.zeros(num_rows, dtype=torch.int64, device=logits.device)
             wanted = self._executor.run("select_rows", torch.index_select, logits, 0, index)
         if num_rows not in self._warm:
@@ -155,13 +157,14 @@ class RowSampler:
         states: list[SamplingState] = []
         rows: list[int] = []
         row = 0
+        if self._is_static and any(map(prompt_logprob_rows, scheduled)):
+            # How many rows a prompt has is no shape that a static device knows.
+            logits = self._executor.to_host(logits)
         for item in scheduled:
             if item.request.sampling_params.prompt_logprobs is not None:
-                num_prompt_rows = len(prompt_logprob_rows(item))
-                chosen = logits[row : row + num_prompt_rows]
-                # How many rows a prompt has is no shape that a static device knows.
-                entries[item.request.request_id] = prompt_entries(item, chosen.cpu() if self._is_static else chosen)
-                row += num_prompt_rows
+                end = row + len(prompt_logprob_rows(item))
+                entries[item.request.request_id] = prompt_entries(item, logits[row:end]) if end > row else []
+                row = end
             if item.samples:
                 states += self._states_of(item)
                 rows.extend(range(row, row + item.num_sampled_rows))
@@ -174,8 +177,11 @@ class RowSampler:
 
     def _wanted(self, logits: torch.Tensor, rows: Sequence[int], num_rows: int) -> torch.Tensor:
         size = num_rows or len(rows)
-        if rows[-1] == len(rows) - 1 and (not self._is_static or logits.shape[0] == size):
-            return logits[:size]
+        if rows[-1] == len(rows) - 1:
+            if logits.shape[0] == size:
+                return logits
+            if not self._is_static:
+                return logits[:size]
         index = torch.tensor([*rows, *[0] * (size - len(rows))], dtype=torch.int64).to(logits.device)
         chosen: torch.Tensor = self._executor.run("select_rows", torch.index_select, logits, 0, index)
         return chosen
@@ -183,21 +189,24 @@ class RowSampler:
     def _accepted(
         self, scheduled: Sequence[ScheduledRequest], sampled: SamplerOutput, shape: tuple[int, int]
     ) -> list[list[int]]:
-        """What is kept of each request's tokens, `NOTHING` beyond; rows of padding come last."""
+        """What is kept of the tokens of each request that samples, `NOTHING` beyond; rows of padding come last."""
         num_seqs, width = shape
-        rows = torch.zeros(num_seqs, width, dtype=torch.int64)
-        drafts = torch.full((num_seqs, width - 1), NOTHING, dtype=torch.int64)
-        row = 0
-        for index, item in enumerate(scheduled):
-            count = item.num_sampled_rows
-            rows[index, :count] = torch.arange(row, row + count)
-            rows[index, count:] = row
-            if item.draft_token_ids:
-                drafts[index, : count - 1] = torch.tensor(item.draft_token_ids)
-            row += count
+        counts = np.zeros(num_seqs, np.int64)
+        counts[: len(scheduled)] = [item.num_sampled_rows for item in scheduled]
+        first = np.cumsum(counts) - counts
+        place = np.arange(width)
+        rows = np.where(place < counts[:, None], first[:, None] + place, 0)
+        drafts = np.full((num_seqs, width - 1), NOTHING, np.int64)
+        # A request's drafts are as many as its rows but one; by rows, as boolean indices are assigned.
+        drafts[place[1:] < counts[:, None]] = [t for item in scheduled for t in item.draft_token_ids]
         device = sampled.token_ids.device
         kept = self._executor.run(
-            "accept", accept, sampled.token_ids, sampled.failed, rows.to(device), drafts.to(device)
+            "accept",
+            accept,
+            sampled.token_ids,
+            sampled.failed,
+            torch.from_numpy(rows).to(device),
+            torch.from_numpy(drafts).to(device),
         )
         result: list[list[int]] = self._executor.read(kept)
         return result
@@ -205,10 +214,12 @@ class RowSampler:
     def _tokens(
         self, scheduled: Sequence[ScheduledRequest], sampled: SamplerOutput, kept: Sequence[Sequence[int]]
     ) -> dict[str, list[SampledToken]]:
-        logprobs = None if sampled.logprobs is None else self._executor.read(sampled.logprobs)
+        read = self._executor.read
+        logprobs = None if sampled.logprobs is None else read(sampled.logprobs)
+        top = None if sampled.top is None else sampled.top.rows(read)
         tokens: dict[str, list[SampledToken]] = {}
         row = 0
-        for item, ids in zip((item for item in scheduled if item.samples), kept, strict=False):
+        for item, ids in zip(scheduled, kept, strict=False):
             request = item.request
             good = [token_id for token_id in ids if token_id != NOTHING]
             if not good:
@@ -217,7 +228,11 @@ class RowSampler:
                 tokens[request.request_id] = [SampledToken(token_id) for token_id in good]
             else:
                 tokens[request.request_id] = [
-                    SampledToken(token_id, logprobs[at], candidate_entries(sampled, at, token_id, logprobs[at]))
+                    SampledToken(
+                        token_id,
+                        logprobs[at],
+                        candidate_entries(None if top is None else top[at], token_id, logprobs[at]),
+                    )
                     for at, token_id in enumerate(good, start=row)
                 ]
             row += item.num_sampled_rows

@@ -7,11 +7,16 @@ shape, dtype and device, everything else by value. So here a call with a new key
 `freeze()` it is refused. What no recording can hold is refused at all times: operators whose result's shape depends on
 values, and values that the host reads in between. In compile-only mode a recording yields tensors in which nothing was
 computed; here they hold garbage, which exposes whoever uses them.
+
+What runs beside `run` is a graph of its own to such a device, which nobody has warmed up. So the tensors that functions
+return, and those that were adopted, refuse every operator outside of them; what costs nothing goes on: to ask for their
+shapes, and to give them another one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -87,11 +92,11 @@ class FakeStaticDevice:
         key = CallKey.of(name, args)
         if self._is_frozen and key not in self.keys:
             raise ShapeNotWarmedError(self._what_is_new(key))
-        with _NoHostReads(name), _StaticShapesOnly(name):
+        with _on_device(), _NoHostReads(name), _StaticShapesOnly(name):
             result = function(*args)
         self.num_compiles += key not in self.keys
         self.keys[key] += self._is_frozen
-        return _map_tensors(result, self._garbage) if self.is_compile_only else result
+        return self.adopt(_map_tensors(result, self._garbage) if self.is_compile_only else result)
 
     def read(self, tensor: torch.Tensor) -> Any:
         """See `Executor.read`.
@@ -99,10 +104,24 @@ class FakeStaticDevice:
         Raises:
             StaticDeviceError: in compile-only mode, where there are no values.
         """
+        return self.to_host(tensor).tolist()
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Executor.to_host`.
+
+        Raises:
+            StaticDeviceError: in compile-only mode, where there are no values.
+        """
         if self.is_compile_only:
             raise StaticDeviceError("a value was read in compile-only mode, in which nothing is computed")
         self.num_reads += 1
-        return tensor.tolist()
+        with _on_device():
+            return tensor.as_subclass(torch.Tensor).cpu()
+
+    def adopt(self, value: Any) -> Any:
+        """See `Executor.adopt`."""
+        with _on_device():
+            return _map_tensors(value, lambda tensor: tensor.as_subclass(_DeviceTensor))
 
     def freeze(self) -> None:
         """See `Executor.freeze`."""
@@ -126,11 +145,51 @@ class FakeStaticDevice:
         return f"{key.name} was not warmed up for this call; beside the nearest one, {'; '.join(fewest)}"
 
     def _garbage(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.as_subclass(torch.Tensor)
         if tensor.is_floating_point() or tensor.is_complex():
             return torch.full_like(tensor, float("nan"))
         # Legal as an index nearly everywhere, so that it spreads instead of failing in the next operator.
         values = torch.randint(0, 2, tensor.shape, generator=self._generator)
         return values.to(tensor.device, tensor.dtype)
+
+
+class _Place(threading.local):
+    is_on_device = False  # whether what this thread does now is done by the device
+
+
+_place = _Place()
+
+
+@contextmanager
+def _on_device() -> Iterator[None]:
+    before, _place.is_on_device = _place.is_on_device, True
+    try:
+        yield
+    finally:
+        _place.is_on_device = before
+
+
+_QUERIES: set[Any] = {
+    getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")
+} | {torch.Tensor.dim, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.__len__, torch.Tensor.is_floating_point}
+_QUERIES.add(torch.Tensor.__repr__)  # for whoever looks for a fault
+# A view of another shape, which is not one of a part, is the same memory and no work.
+_RESHAPES: set[Any] = {torch.Tensor.view, torch.Tensor.unsqueeze, torch.Tensor.squeeze}
+
+
+class _DeviceTensor(torch.Tensor):
+    """A tensor of the device's; see the module docstring."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not (_place.is_on_device or func in _QUERIES or func in _RESHAPES):
+            name = getattr(func.__self__ if hasattr(func, "__self__") else func, "__name__", func)
+            raise StaticDeviceError(f"{name} on a tensor of the device, outside of what the executor runs and reads")
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            return result.as_subclass(cls) if func in _RESHAPES and not _place.is_on_device else result
 
 
 class _NoHostReads(TorchFunctionMode):

@@ -7,7 +7,9 @@ Does not know: how a token was chosen, or whose it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from cb_engine.sampling.truncation import partition, scale
 # Rows of a prompt that are normalised at a time: the fp32 copy stays at some 12 MB however long the prompt
 # is.
 _PROMPT_ROWS = 64
+_NEG_INF = float("-inf")
 
 
 @dataclass(frozen=True)
@@ -66,16 +69,18 @@ class TopLogprobs:
     token_ids: Tensor  # [R, max(counts)] int64
     logprobs: Tensor  # [R, max(counts)] fp32; -inf where a row has no such token
 
-    def row(self, index: int) -> list[tuple[int, float]] | None:
-        """Return one row's (token id, log-probability) pairs, None if it did not ask. Waits for the device.
+    def rows(self, read: Callable[[Tensor], Any] = Tensor.tolist) -> list[list[tuple[int, float]] | None]:
+        """Return each row's (token id, log-probability) pairs, None for one that did not ask. Waits for the device.
 
         There are fewer pairs than asked for where fewer tokens were kept.
+
+        Args:
+            read: gives a tensor's values as Python numbers.
         """
-        count = self.counts[index]
-        if not count:
-            return None
-        ids, values = self.token_ids[index, :count].tolist(), self.logprobs[index, :count].tolist()
-        return [(i, v) for i, v in zip(ids, values, strict=True) if v != float("-inf")]
+        return [
+            [(i, v) for i, v in zip(ids[:count], values[:count], strict=True) if v != _NEG_INF] if count else None
+            for count, ids, values in zip(self.counts, read(self.token_ids), read(self.logprobs), strict=True)
+        ]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TopLogprobs:
         """Return a copy whose tensors are on `device`."""

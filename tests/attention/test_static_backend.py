@@ -218,8 +218,7 @@ def run_on(device: FakeStaticDevice, step: Step, params: AttentionParams) -> tor
     ) -> torch.Tensor:
         return backend.run(query, key, value, cache, backend.plan(metadata), params)
 
-    out: torch.Tensor = device.run("attend", attend, step.query, step.key, step.value, step.metadata)
-    return out
+    return device.to_host(device.run("attend", attend, step.query, step.key, step.value, step.metadata))
 
 
 @pytest.mark.parametrize("decode", [False, True])

@@ -44,6 +44,12 @@ def test_values_are_python_numbers() -> None:
     assert type(read(torch.tensor([True]))[0]) is bool
 
 
+def test_a_tensor_on_the_host_is_the_same_tensor() -> None:
+    executor, x = EagerExecutor(), torch.arange(4)
+    assert executor.to_host(x)[1:].tolist() == [1, 2, 3]
+    assert executor.adopt((x, None))[0] is x
+
+
 def test_nothing_is_read_in_compile_only_mode_and_all_is_computed() -> None:
     executor = EagerExecutor()
     x = torch.ones(1)
@@ -53,6 +59,8 @@ def test_nothing_is_read_in_compile_only_mode_and_all_is_computed() -> None:
             executor.read(x)
         with pytest.raises(CBEngineError, match="compile-only"):
             executor.read(x)
+        with pytest.raises(CBEngineError, match="compile-only"):
+            executor.to_host(x)
     assert executor.read(x) == [1.0]
     with pytest.raises(RuntimeError, match="stop"), executor.compile_only():
         raise RuntimeError("stop")

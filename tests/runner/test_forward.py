@@ -6,9 +6,12 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from fake_model import FakeModel, expected
 
 from cb_engine import Engine, EngineConfig, SamplingParams, ShapeNotWarmedError
+from cb_engine.runner.buckets import Bucket, BucketTable, StepKind
+from cb_engine.runner.forward import ForwardTable, ShapeGuard
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
 
@@ -72,3 +75,42 @@ def test_an_unpadded_engine_has_nothing_to_warm() -> None:
         engine.step()
     assert not engine.coverage.used
     assert not engine.coverage.missed
+
+
+@torch.library.custom_op("cb_engine_tests::fail_if_negative", mutates_args=())
+def fail_if_negative(x: torch.Tensor) -> torch.Tensor:
+    if x.min() < 0:
+        raise RuntimeError("a negative number")
+    return x.clone()
+
+
+@fail_if_negative.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_code_that_would_be_compiled_once_more_is_an_unknown_shape(strict: bool) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return fail_if_negative(x) + 1
+
+    guard = ShapeGuard(BucketTable(2, 8, 1, pads_decode=True, pads_prefill=False), strict=strict)
+    table = ForwardTable(
+        forward, guard, compiled_kinds=frozenset({StepKind.DECODE}), compile_options={"backend": "eager"}
+    )
+    bucket = Bucket(StepKind.DECODE, 2, 1, 1)
+
+    def run_with(x: torch.Tensor) -> list[float]:
+        result: list[float] = table.get(bucket, is_static=True)(x).tolist()
+        return result
+
+    assert run_with(torch.zeros(2)) == [1, 1]
+    guard.freeze()
+    assert run_with(torch.ones(2)) == [2, 2]
+    with pytest.raises(RuntimeError, match="a negative number"):  # an error of the forward's own stays what it is
+        run_with(-torch.ones(2))
+    if strict:
+        with pytest.raises(ShapeNotWarmedError, match=r"num_seqs=2.* was warmed up for other arguments"):
+            run_with(torch.ones(2, dtype=torch.int64))
+    else:
+        assert run_with(torch.ones(2, dtype=torch.int64)) == [2, 2]

@@ -55,7 +55,7 @@ def compiles(*calls: tuple[Any, ...]) -> int:
 def test_it_is_an_executor() -> None:
     device: Executor = FakeStaticDevice()
     assert device.is_static
-    assert device.run("add", torch.add, torch.ones(2), torch.ones(2)).tolist() == [2.0, 2.0]
+    assert device.read(device.run("add", torch.add, torch.ones(2), torch.ones(2))) == [2.0, 2.0]
 
 
 # -- keys
@@ -186,19 +186,82 @@ def test_static_functions_give_what_they_always_give(inference: bool) -> None:
     args = (torch.randn(3, 4, generator=generator), torch.randn(5, 4, generator=generator))
     with torch.inference_mode(inference):
         expected = function(*args)
-        for found, value in zip(FakeStaticDevice().run("f", function, *args), expected, strict=True):
-            torch.testing.assert_close(found, value)
+        device = FakeStaticDevice()
+        for found, value in zip(device.run("f", function, *args), expected, strict=True):
+            torch.testing.assert_close(device.to_host(found), value)
 
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_an_operator_of_ones_own_is_opaque(inference: bool) -> None:
     with torch.inference_mode(inference):
-        assert FakeStaticDevice().run("count", torch.ops.cb_engine_tests.count_positive, X).item() == 3
+        device = FakeStaticDevice()
+        assert device.read(device.run("count", torch.ops.cb_engine_tests.count_positive, X)) == 3
 
 
 def test_rules_hold_inside_only() -> None:
     FakeStaticDevice().run("f", nothing)
     assert X[MASK].tolist() == [2.0, 3.0]
+
+
+# -- what happens beside the device
+
+BESIDE: dict[str, Callable[[Tensor], Any]] = {
+    "a part of it": lambda x: x[:2],
+    "a row of it": lambda x: x[0],
+    "narrow": lambda x: x.narrow(0, 0, 1),
+    "arithmetic": lambda x: x + 1,
+    "arithmetic from the right": lambda x: torch.ones(4) * x,
+    "in place": lambda x: x.fill_(1),
+    "into another": lambda x: torch.zeros(4).copy_(x),
+    "as an index": lambda x: torch.zeros(9)[x.view(4)],
+    "in a list": lambda x: torch.stack([torch.zeros(4), x]),
+    "out": lambda x: torch.add(torch.ones(4), 1, out=x),
+    "tolist": lambda x: x.tolist(),
+    "item": lambda x: x[0].item(),
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: x.to("cpu"),
+    "numpy": lambda x: x.numpy(),
+    "asarray": lambda x: np.asarray(x),
+    "iteration": lambda x: list(x),
+    "truth": lambda x: bool(x[0]),
+    "of another shape": lambda x: x.unsqueeze(0)[0],
+    "contiguous": lambda x: x.contiguous(),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("what", BESIDE)
+def test_nobody_touches_a_result_beside_the_device(what: str, inference: bool) -> None:
+    device = FakeStaticDevice()
+    with torch.inference_mode(inference):
+        (result,) = device.run("f", lambda x: (x.clone(),), X)
+        adopted = device.adopt(Box(X.clone(), 1)).tensor
+        for tensor in (result, adopted):
+            with pytest.raises(StaticDeviceError, match="outside of what the executor runs and reads"):
+                BESIDE[what](tensor)
+            assert device.read(tensor) == X.tolist(), "nothing was done"
+
+
+def test_what_costs_nothing_may_be_asked() -> None:
+    device = FakeStaticDevice()
+    result = device.run("f", torch.clone, X)
+    assert (result.shape, result.dtype, result.device, len(result)) == (X.shape, X.dtype, X.device, 4)
+    assert result.numel() == result.size(0) == 4
+    assert result.dim() == result.ndim == 1
+    assert device.read(result.unsqueeze(0)) == [X.tolist()]
+    assert device.read(result.view(2, 2)) == X.view(2, 2).tolist()
+    assert "3." in repr(result)
+
+
+def test_functions_take_results_and_what_they_close_over() -> None:
+    device = FakeStaticDevice()
+    cache = device.adopt(torch.zeros(4))
+    first = device.run("f", torch.add, X, 1)
+    device.run("put", lambda x: cache[1:].copy_(x[:3]), first)
+    assert device.read(cache) == [0.0, 1.0, 2.0, 3.0]
+    host = device.to_host(cache)
+    assert type(host) is Tensor
+    assert host[1:].sum() == 6
 
 
 # -- reads and compile-only mode
@@ -208,7 +271,8 @@ def test_reads_are_counted() -> None:
     device = FakeStaticDevice()
     assert device.read(torch.tensor([[1, 2]])) == [[1, 2]]
     assert device.read(torch.tensor(1.5)) == 1.5
-    assert device.num_reads == 2
+    assert device.to_host(torch.ones(2)).equal(torch.ones(2))
+    assert device.num_reads == 3
 
 
 def test_compile_only_gives_garbage_of_the_right_make() -> None:
@@ -222,28 +286,30 @@ def test_compile_only_gives_garbage_of_the_right_make() -> None:
         pair, ids, masks, box = device.run("f", function, x)
         with pytest.raises(StaticDeviceError, match="compile-only"):
             device.read(x)
+        with pytest.raises(StaticDeviceError, match="compile-only"):
+            device.to_host(x)
+    assert device.num_reads == 0
     assert isinstance(pair, Pair)
     assert pair.second is None
     assert pair.first.shape == x.shape
-    assert pair.first.isnan().all()
+    assert device.to_host(pair.first).isnan().all()
     for found, dtype in ((ids[0], torch.int64), (ids[1], torch.int32), (masks["mask"], torch.bool)):
         assert (found.shape, found.dtype) == (x.shape, dtype)
-        assert set(found.flatten().tolist()) == {0, 1}
+        assert set(device.to_host(found).flatten().tolist()) == {0, 1}
     assert (box.tensor.dtype, box.size) == (torch.bfloat16, 3)
-    assert box.tensor.isnan().all()
+    assert device.to_host(box.tensor).isnan().all()
     assert x.sum() == 80  # what went in is untouched
-    assert device.num_reads == 0
     assert device.num_compiles == 1
     device.freeze()
-    assert device.run("f", function, x)[0].first is x  # compiled, it computes
+    assert device.to_host(device.run("f", function, x)[0].first).equal(x)  # compiled, it computes
 
 
 def test_garbage_is_the_same_for_the_same_seed() -> None:
     def garbage(seed: int) -> list[int]:
         device = FakeStaticDevice(seed=seed)
         with device.compile_only():
-            found: list[int] = device.run("f", torch.zeros_like, torch.zeros(64, dtype=torch.long)).tolist()
-        return found
+            found = device.run("f", torch.zeros_like, torch.zeros(64, dtype=torch.long))
+        return list(device.read(found))
 
     assert garbage(1) == garbage(1)
     assert garbage(1) != garbage(2)

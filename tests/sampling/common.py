@@ -39,7 +39,7 @@ def sample(logits: torch.Tensor, *states: SamplingState) -> Any:
 
 def kept(output: Any, row: int = 0) -> dict[int, float]:
     """Return one row's whole distribution, from a request with `logprobs=V`."""
-    entries = output.top.row(row)
+    entries = output.top.rows()[row]
     assert entries is not None
     return dict(entries)
 

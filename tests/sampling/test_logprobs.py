@@ -66,7 +66,7 @@ def test_each_row_gets_what_it_asked_for():
         state(temperature=0, logprobs=0, logprobs_mode="raw"),
     )
     assert output.logprobs.isfinite().tolist() == [False, True, True, True, True]
-    rows = [output.top.row(row) for row in range(5)]
+    rows = [output.top.rows()[row] for row in range(5)]
     assert [row and len(row) for row in rows] == [None, None, 2, 4, None]
     for row in (2, 3):
         values = [value for _, value in rows[row]]
@@ -121,7 +121,7 @@ def test_a_copy_on_a_device_says_the_same():
     assert moved.token_ids.equal(output.token_ids)
     assert moved.failed.equal(output.failed)
     assert moved.logprobs.equal(output.logprobs)
-    assert moved.top.row(0) == output.top.row(0)
+    assert moved.top.rows()[0] == output.top.rows()[0]
     bare = sample(peaky(1, 64), state()).to("cpu")
     assert bare.logprobs is None
     assert bare.top is None

@@ -113,7 +113,7 @@ def results(sampler: Any, logits: torch.Tensor, states: Sequence[Any]) -> dict[i
     found = {}
     for row, each in enumerate(states):
         logprob = None if each.params.logprobs is None else output.logprobs[row].item()
-        top = None if output.top is None else output.top.row(row)
+        top = None if output.top is None else output.top.rows()[row]
         found[each.seed] = (output.token_ids[row].item(), output.failed[row].item(), logprob, top)
     return found
 

@@ -11,7 +11,7 @@ import torch
 
 from cb_engine.errors import ShapeNotWarmedError
 from cb_engine.runner.executor import EagerExecutor
-from cb_engine.runner.static_device import FakeStaticDevice, StaticDeviceError
+from cb_engine.runner.static_device import FakeStaticDevice, StaticDeviceError, _map_tensors
 from cb_engine.sampling.static_sampler import VARIANTS, Draw, Limits, Odds, StaticSampler, sample_rows
 from tests.sampling.common import make_sampler, peaky, state
 
@@ -73,9 +73,9 @@ def compare(found: Any, expected: Any, states: Sequence[Any]) -> None:
         torch.testing.assert_close(logprobs, expected.logprobs[sound], atol=1e-5, rtol=1e-5, equal_nan=True)
         assert found.logprobs[size:].isnan().all()
     for row in range(size):
-        pairs = None if expected.top is None or expected.failed[row] else expected.top.row(row)
+        pairs = None if expected.top is None or expected.failed[row] else expected.top.rows()[row]
         if pairs is not None:
-            own = found.top.row(row)
+            own = found.top.rows()[row]
             assert [i for i, _ in own] == [i for i, _ in pairs]
             assert [v for _, v in own] == pytest.approx([v for _, v in pairs], abs=1e-5)
 
@@ -152,7 +152,7 @@ def results(sampler: Any, logits: torch.Tensor, states: Sequence[Any]) -> dict[i
     found = {}
     for row, each in enumerate(states):
         logprob = None if each.params.logprobs is None else output.logprobs[row].item()
-        top = None if output.top is None else output.top.row(row)
+        top = None if output.top is None else output.top.rows()[row]
         found[each.seed] = (output.token_ids[row].item(), output.failed[row].item(), logprob, top)
     return found
 
@@ -219,7 +219,7 @@ def test_padding_is_greedy_and_asks_for_nothing() -> None:
     logits = peaky(4, VOCAB)
     output = make_static()(logits, [state(logprobs=1)])
     assert output.token_ids[1:].equal(logits[1:].argmax(-1))
-    assert [output.top.row(row) is None for row in range(4)] == [False, True, True, True]
+    assert [output.top.rows()[row] is None for row in range(4)] == [False, True, True, True]
     assert make_static()(logits, []).token_ids.equal(logits.argmax(-1))
 
 
@@ -258,7 +258,8 @@ def test_a_few_graphs_serve_every_batch(inference: bool) -> None:
             rows = rng.choices(range(len(FIELDS)), k=rng.randint(1, 8))
             states = make_states(rows[: rng.choice([1, 8])], seed)
             logits = peaky(4 if len(states) <= 4 else 8, VOCAB, seed)
-            compare(static(logits, states), make_sampler()(logits[: len(states)], states), states)
+            found = _map_tensors(static(logits, states), device.to_host)
+            compare(found, make_sampler()(logits[: len(states)], states), states)
         with pytest.raises(ShapeNotWarmedError):
             static(peaky(5, VOCAB), [])
     assert device.num_compiles == 24
@@ -273,7 +274,7 @@ def test_garbage_from_warm_up_leaves_no_trace() -> None:
         static.warmup(logits)
         with pytest.raises(StaticDeviceError):
             device.read(static(logits, states).token_ids)
-    compare(static(logits, states), make_sampler()(logits, states), states)
+    compare(_map_tensors(static(logits, states), device.to_host), make_sampler()(logits, states), states)
 
 
 def recording(calls: list[tuple[Any, ...]]) -> StaticSampler:
