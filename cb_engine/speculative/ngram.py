@@ -5,6 +5,7 @@ Owns the rule and, for each running request, an index of its n-grams. Knows no o
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from cb_engine.request import Request
@@ -24,7 +25,7 @@ def read_on(token_ids: Sequence[int], start: int, count: int) -> tuple[int, ...]
 
 
 class NgramProposer:
-    """Copies what followed the earliest occurrence of the longest n-gram that ends the request's tokens.
+    """Copies what followed the latest occurrence of the longest n-gram that ends the request's tokens.
 
     The n-gram's length n is the draft's kind. Each new token is indexed once, so a call costs the same however long
     the request has become.
@@ -56,13 +57,13 @@ class NgramProposer:
 
 
 class _NgramIndex:
-    """Where each n-gram of one growing token list first ended, among those that another token follows."""
+    """Where each n-gram of one growing token list last ended, among those that another token follows."""
 
-    __slots__ = ("_first_ends", "_last_token_id", "_num_indexed", "_token_ids")
+    __slots__ = ("_last_token_id", "_num_indexed", "_places", "_token_ids")
 
     def __init__(self, token_ids: list[int], sizes: range) -> None:
         self._token_ids = token_ids
-        self._first_ends: dict[int, dict[tuple[int, ...], int]] = {size: {} for size in sizes}
+        self._places = [_Places(token_ids, size) for size in sizes]
         self._num_indexed = 0  # n-grams that end at this many tokens, or fewer, are in
         self._last_token_id = -1  # the token before that place
 
@@ -74,22 +75,65 @@ class _NgramIndex:
 
     def extend(self) -> None:
         """Takes in the n-grams that have got a follower since the last call."""
-        token_ids = self._token_ids
-        num_followed = len(token_ids) - 1
+        num_followed = len(self._token_ids) - 1
         if num_followed <= self._num_indexed:
             return
-        for size, first_ends in self._first_ends.items():
-            for end in range(max(self._num_indexed + 1, size), num_followed + 1):
-                first_ends.setdefault(tuple(token_ids[end - size : end]), end)
+        for places in self._places:
+            places.put(range(max(self._num_indexed + 1, places.size), num_followed + 1))
         self._num_indexed = num_followed
-        self._last_token_id = token_ids[num_followed - 1]
+        self._last_token_id = self._token_ids[num_followed - 1]
 
     def find_longest(self) -> tuple[int, int]:
-        """The size of the longest n-gram that ends the list and occurred before, and where it first ended; or 0, 0."""
+        """The size of the longest n-gram that ends the list and occurred before, and where it last ended; or 0, 0."""
         found = (0, 0)
-        for size, first_ends in self._first_ends.items():
-            end = first_ends.get(tuple(self._token_ids[-size:]))
-            if end is None:  # then no longer one did
+        for places in self._places:
+            end = places.find(len(self._token_ids))
+            if not end:  # then no longer one did
                 break
-            found = (size, end)
+            found = (places.size, end)
         return found
+
+
+class _Places:
+    """Where each n-gram of one size last ended. A hash table of places alone, at most 12 bytes for each: the text
+    tells which n-gram a place is of, so what is found is right whatever hashes are equal."""
+
+    __slots__ = ("_cells", "_num_used", "_token_ids", "size")
+
+    def __init__(self, token_ids: list[int], size: int) -> None:
+        self._token_ids = token_ids
+        self.size = size
+        self._cells = array("i", bytes(array("i").itemsize * 16))  # 0: empty; as many as a power of two
+        self._num_used = 0
+
+    def put(self, ends: range) -> None:
+        """The n-grams that end there."""
+        self._make_room(self._num_used + len(ends))
+        cells, cell_of = self._cells, self._cell_of
+        for end in ends:
+            cell = cell_of(end)
+            self._num_used += not cells[cell]
+            cells[cell] = end
+
+    def find(self, end: int) -> int:
+        """Where the n-gram that ends at `end` was put last; 0 if it never was."""
+        return self._cells[self._cell_of(end)] if end >= self.size else 0
+
+    def _cell_of(self, end: int) -> int:
+        """The cell that the n-gram is in, or the one where there is room for it."""
+        token_ids, size, cells = self._token_ids, self.size, self._cells
+        ngram = token_ids[end - size : end]
+        mask = len(cells) - 1
+        cell = hash(tuple(ngram)) & mask
+        while (place := cells[cell]) and token_ids[place - size : place] != ngram:
+            cell = (cell + 1) & mask
+        return cell
+
+    def _make_room(self, num_used: int) -> None:
+        places, size = self._cells, len(self._cells)
+        while 3 * num_used > 2 * size:
+            size *= 2
+        if size > len(places):
+            self._cells = array("i", bytes(places.itemsize * size))
+            for place in filter(None, places):
+                self._cells[self._cell_of(place)] = place

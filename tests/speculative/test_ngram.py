@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,9 +34,9 @@ def drafted(prompt: Sequence[int], count: int = 4, *, least: int = 1, most: int 
 
 
 def searched(tokens: Sequence[int], least: int, most: int, count: int) -> Draft:
-    """The rule, word for word: the longest n-gram that ends the text and occurred before, where it did so first."""
+    """The rule, word for word: the longest n-gram that ends the text and occurred before, where it did so last."""
     for size in range(most, least - 1, -1):
-        for end in range(size, len(tokens)):
+        for end in range(len(tokens) - 1, size - 1, -1):
             if list(tokens[end - size : end]) == list(tokens[-size:]):
                 text = list(tokens)
                 for place in range(end, end + count):  # it reads what it has written
@@ -67,12 +68,11 @@ def test_it_finds_what_a_search_finds_however_the_text_grows(alphabet: int, size
     assert num_drafts > 20
 
 
-def test_the_longest_match_wins_and_among_its_places_the_first() -> None:
-    text = [1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3, 70, 1, 2, 3]
-    assert drafted(text, 1) == (50,)
-    assert drafted(text, 1, most=2) == (50,), "2 3 was followed by 50 first"
-    assert drafted(text[4:], 1) == (70,), "1 2 3 beats 2 3, which comes earlier"
-    assert drafted(text[4:], 1, most=2) == (60,)
+def test_the_longest_match_wins_and_among_its_places_the_last() -> None:
+    text = [1, 2, 3, 50, 1, 2, 3, 60, 9, 2, 3, 70, 1, 2, 3]
+    assert drafted(text, 1) == (60,), "1 2 3 beats 2 3, which comes later"
+    assert drafted(text, 1, most=2) == (70,), "2 3 was followed by 70 last"
+    assert drafted(text[:7], 1) == (50,)
 
 
 def test_no_match_is_shorter_or_longer_than_was_asked_for() -> None:
@@ -167,4 +167,25 @@ def test_the_text_is_read_once() -> None:
     for _ in range(10):
         request.token_ids.append(rng.randrange(50))
         assert draft_of(proposer, request).token_ids
-    assert Counting.touched < 400
+    assert Counting.touched < 800
+
+
+def test_what_is_found_is_the_ngram_however_equal_hashes_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cb_engine.speculative.ngram.hash", lambda ngram: sum(ngram) % 3, raising=False)
+    rng = random.Random(1)
+    proposer, request = NgramProposer(1, 4), make_request([])
+    for _ in range(150):
+        grow(request, rng.choices(range(5), k=rng.randint(1, 3)))
+        assert draft_of(proposer, request) == searched(request.token_ids, 1, 4, 4)
+
+
+def test_an_index_takes_little_memory() -> None:
+    rng = random.Random(0)
+    proposer, request = NgramProposer(2, 5), make_request(rng.choices(range(100), k=5000))
+    tracemalloc.start()
+    try:
+        draft_of(proposer, request)
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < 4 * 13 * 5000
