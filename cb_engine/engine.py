@@ -353,6 +353,7 @@ class Engine:
         self._start_weight_version(rebuild=False)
 
     def _start_weight_version(self, *, rebuild: bool) -> None:
+        self._runner.check_drafter()
         if rebuild or self._fusion.packed_bytes:
             self._runner.drop_shadow()  # the old packed copies go before the new ones are made
             release_host_memory()

@@ -67,6 +67,7 @@ class ModelRunner:
         self._config = config
         self._backend = backend
         self._groups = groups
+        self._shadow: nn.Module | None = shadow
         self._drafts = drafts
         self._drafts_model: PagedModel | None = None
         self.executor = make_executor(config)
@@ -134,10 +135,7 @@ class ModelRunner:
 
     def _target_forward(self, shadow: nn.Module) -> Forward:
         forward = logits_forward(shadow, takes_logits_to_keep=self._profile.takes_logits_to_keep)
-        if self._drafts is None:
-            return forward
-        most = max((bucket.num_tokens for bucket in self.buckets.all()), default=0)
-        return self._drafts.tap(shadow, forward, max(most, self._config.max_num_batched_tokens))
+        return forward if self._drafts is None else self._drafts.tap(shadow, forward)
 
     def _forward_table(self, forward: Forward) -> ForwardTable:
         config = self._config
@@ -147,22 +145,41 @@ class ModelRunner:
         )
 
     def drop_shadow(self) -> None:
-        """Lets go of the module tree and of all that hangs on it, packed weights for one."""
+        """Lets go of the module tree and of all that hangs on it, packed weights for one. The drafter's own stays."""
+        self._shadow = None
         self._target.forwards.drop_forward()
-        if self._drafts_model is not None:
+        if self._drafts is not None and self._drafts_model is not None:
             self._drafts_model.forwards.drop_forward()
+            self._drafts.drop_shadow()
 
     def set_shadow(self, shadow: nn.Module) -> None:
         """Takes a new module tree over the same layers; the cache stays. Compiled code has to be warmed up again."""
+        self._shadow = shadow
         self._target.forwards.set_forward(self._target_forward(shadow))
         if self._drafts is not None and self._drafts_model is not None:
             self._drafts_model.forwards.set_forward(self._drafts.forward(shadow))
 
+    def check_drafter(self) -> None:
+        """The target gets other weights: the drafter may have got some too, and its tree is made anew only then.
+
+        Raises:
+            ModelChangedError: it is another model altogether.
+        """
+        if self._drafts is None or self._drafts_model is None or self.drafter is None or self._shadow is None:
+            return
+        changed = self._drafts.has_changed()
+        if changed:
+            self._drafts_model.forwards.drop_forward()
+            self._drafts.rebuild()
+            self._drafts_model.forwards.set_forward(self._drafts.forward(self._shadow))
+        self.drafter.weights_changed(own=changed)
+
     def close(self) -> None:
-        """Lets go of everything on the device."""
+        """Lets go of everything on the device, and of the drafter's modules."""
         self.drop_shadow()
         for caches in self._caches.values():
             caches.clear()
+        self._drafts = self._drafts_model = self.drafter = None
 
     @property
     def is_warm(self) -> bool:

@@ -246,6 +246,15 @@ class Eagle3Head(nn.Module):
         """Has `attend` called in place of `cb_engine.attention.interface.attend`, as that layer."""
         self.midlayer.self_attn.attend, self.midlayer.self_attn.layer_idx = attend, layer_idx
 
+    @property
+    def borrowed(self) -> tuple[nn.Module | None, nn.Module | None]:
+        """The target's embeddings and its output matrix, where the head uses them."""
+        return self._embeddings.module, self._target_lm_head.module
+
+    def borrow(self, embeddings: nn.Module | None, lm_head: nn.Module | None) -> None:
+        """Takes other modules in their place, for this copy of the head alone."""
+        self._embeddings, self._target_lm_head = _Borrowed(embeddings), _Borrowed(lm_head)
+
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embeddings of the target's token ids."""
         embeddings = self._embeddings.module

@@ -1,7 +1,9 @@
 """What drafts on the device, before there is a cache: its layers, its shapes, and how it becomes a drafter.
 
-Owns the loading of draft models and heads and the checks that they fit the target. Does not run anything after that:
-the ModelRunner gives a source its share of the cache and gets the drafter.
+Owns the drafter's module tree and the fingerprint of what it was made from, and the checks that it fits the target.
+Trees are made at once, before the cache is sized, since packed weights take memory; after that only when the drafter's
+own weights have changed. Does not run anything: the ModelRunner gives a source its share of the cache and gets the
+drafter.
 """
 
 from __future__ import annotations
@@ -17,8 +19,7 @@ from torch import nn
 
 from cb_engine.attention.interface import attend
 from cb_engine.config import ResolvedConfig
-from cb_engine.errors import UnsupportedModelError
-from cb_engine.models import load_model
+from cb_engine.errors import ModelChangedError, UnsupportedModelError
 from cb_engine.runner.buckets import DraftShapes
 from cb_engine.runner.drafters.chain import ChainDrafter, Passes
 from cb_engine.runner.drafters.draft_model import (
@@ -29,13 +30,13 @@ from cb_engine.runner.drafters.draft_model import (
     first_layers,
 )
 from cb_engine.runner.drafters.eagle3 import AuxStates, Eagle3Drafter, head_forward
-from cb_engine.runner.drafters.eagle3_checkpoint import load_eagle3
 from cb_engine.runner.drafters.eagle3_head import Eagle3Head
+from cb_engine.runner.drafters.loading import load_draft_model, load_head
 from cb_engine.runner.forward import Forward
 from cb_engine.runner.fusion import fused_shadow, packed_shadow
 from cb_engine.runner.kv_layout import LayerGroup, only
 from cb_engine.runner.probe import AttentionLayer, ModelProfile, profile_model, run_probe
-from cb_engine.runner.shadow import make_shadow
+from cb_engine.runner.shadow import fingerprint, make_shadow
 
 _MOST_PADDING = 1024  # ids by which two models of one tokenizer may differ: they only pad the matrices
 
@@ -55,7 +56,7 @@ class DraftSource(ABC):
 
     @abstractmethod
     def forward(self, shadow: nn.Module) -> Forward:
-        """What runs in its passes, given the target's tree."""
+        """What runs in its passes, beside the target's tree."""
 
     @abstractmethod
     def drafter(self, passes: Passes) -> ChainDrafter:
@@ -65,9 +66,23 @@ class DraftSource(ABC):
         """The layers that its forward attends with."""
         return only(groups, drafters=True)
 
-    def tap(self, shadow: nn.Module, forward: Forward, max_rows: int) -> Forward:
-        """The target's forward for steps of at most `max_rows` rows, with whatever it has to leave behind."""
+    def tap(self, shadow: nn.Module, forward: Forward) -> Forward:
+        """The target's forward, with whatever it has to leave behind."""
         return forward
+
+    def has_changed(self) -> bool:
+        """Whether the drafter's own weights are not those that its tree was made from.
+
+        Raises:
+            ModelChangedError: it is another model altogether.
+        """
+        return False
+
+    def rebuild(self) -> None:  # noqa: B027 (not all have a tree)
+        """Makes the tree anew. The old one goes before, if nobody else holds it."""
+
+    def drop_shadow(self) -> None:  # noqa: B027 (not all hold it)
+        """Lets go of the target's tree; the next `forward` brings another."""
 
     def devices(self, profile: ModelProfile) -> tuple[torch.device, torch.device]:
         """Where ids go, and where rows are chosen."""
@@ -97,19 +112,35 @@ class OwnModel(DraftSource):
         # All blocks are kept, also those behind a window, which attention masks by itself: the drafter may begin with
         # a text after the target has passed it.
         self.layers = tuple(replace(layer, window=None, is_drafters=True) for layer in self._profile.layers)
+        self._build()
 
     def shapes(self, num_tokens: int) -> DraftShapes:
         return DraftShapes(num_tokens, first_width=1 + num_tokens, prefills=True)
 
-    def forward(self, shadow: nn.Module) -> Forward:
-        own, _ = fused_shadow(
+    def has_changed(self) -> bool:
+        seen = fingerprint(self._model)
+        if seen == self._fingerprint:
+            return False
+        if profile_model(self._model, make_shadow(self._model)) != self._profile:
+            raise ModelChangedError("the draft model's layers, dtype, device or vocabulary changed; make a new engine")
+        return True
+
+    def rebuild(self) -> None:
+        del self._tree
+        self._build()
+
+    def _build(self) -> None:
+        self._fingerprint = fingerprint(self._model)
+        self._tree, _ = fused_shadow(
             lambda: make_shadow(self._model),
             lambda tree: run_probe(tree, self._profile),
             fuse=self._config.fuse_modules,
             pack=self._config.pack_weights,
         )
+
+    def forward(self, shadow: nn.Module) -> Forward:
         return drafting_forward(
-            own,
+            self._tree,
             takes_logits_to_keep=self._profile.takes_logits_to_keep,
             vocab_size=self._target.vocab_size,
             own_vocab_size=self._profile.vocab_size,
@@ -150,53 +181,80 @@ class FirstLayers(DraftSource):
 
 
 class Head(DraftSource):
-    """An EAGLE-3 head: one layer of its own, and a look at the target's states."""
+    """An EAGLE-3 head: one layer of its own, and a look at the target's states.
 
-    def __init__(self, head: Eagle3Head, shadow: nn.Module, profile: ModelProfile, *, pack: bool | None) -> None:
+    Owns the buffer of states too: it takes as many rows as a step may have.
+    """
+
+    def __init__(
+        self, head: Eagle3Head, model: nn.Module, shadow: nn.Module, profile: ModelProfile, config: ResolvedConfig
+    ) -> None:
         _, layers = decoder_layers(shadow)
-        for layer_id in head.config.aux_layer_ids:
+        own = head.config
+        for layer_id in own.aux_layer_ids:
             if not 0 <= layer_id < len(layers):
                 raise ValueError(
                     f"the EAGLE-3 head takes the input of layer {layer_id}, the model has layers 0 to {len(layers) - 1}"
                     "; heads that take the last layer's output are not supported"
                 )
-        self._head, self._target, self._pack = head, profile, pack
-        config, device = head.config, profile.layers[-1].device
-        self._dtype = profile.layers[-1].dtype
-        _check_head(head, device, self._dtype)
-        self.layers = (
-            AttentionLayer(
-                0,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.head_dim,
-                None,
-                self._dtype,
-                device,
-                is_drafters=True,
-            ),
-        )
+        self._head, self._pack = head, config.pack_weights
+        device, dtype = profile.layers[-1].device, profile.layers[-1].dtype
+        _check_head(head, device, dtype)
+        heads = (own.num_attention_heads, own.num_key_value_heads, own.head_dim)
+        self.layers = (AttentionLayer(0, *heads, None, dtype, device, is_drafters=True),)
+        # What it shares with the target is looked up by name in the target's tree, which comes and goes.
+        names = {module: name for name, module in model.named_modules()}
+        self._borrowed = tuple(None if module is None else names.get(module, "") for module in head.borrowed)
+        self._aux = AuxStates(own.aux_layer_ids, _most_rows(config), own.target_hidden_size, dtype, device)
+        self._build()
 
     def shapes(self, num_tokens: int) -> DraftShapes:
         return DraftShapes(num_tokens, first_width=1 + num_tokens, prefills=True)
 
+    def has_changed(self) -> bool:
+        if fingerprint(self._head) == self._fingerprint:
+            return False
+        try:
+            _check_head(self._head, self.layers[0].device, self.layers[0].dtype)
+        except ValueError as error:
+            raise ModelChangedError(f"{error}; then make a new engine") from error
+        return True
+
+    def rebuild(self) -> None:
+        del self._tree
+        self._build()
+
+    def _build(self) -> None:
+        self._fingerprint = fingerprint(self._head)
+        tree = make_shadow(self._head)
+        tree.attend_with(attend)
+        self._tree = packed_shadow(tree, pack=self._pack)
+
     def forward(self, shadow: nn.Module) -> Forward:
-        head = make_shadow(self._head)
-        head.attend_with(attend)
-        return head_forward(packed_shadow(head, pack=self._pack), self._aux)
+        twins = [
+            shadow.get_submodule(name) if name else module
+            for name, module in zip(self._borrowed, self._head.borrowed, strict=True)
+        ]
+        self._tree.borrow(*twins)
+        return head_forward(self._tree, self._aux)
+
+    def drop_shadow(self) -> None:
+        self._tree.borrow(None, None)
 
     def drafter(self, passes: Passes) -> ChainDrafter:
-        return Eagle3Drafter(passes, self._head.config.hidden_size, self._dtype)
+        return Eagle3Drafter(passes, self._head.config.hidden_size, self.layers[0].dtype)
 
-    def tap(self, shadow: nn.Module, forward: Forward, max_rows: int) -> Forward:
-        config = self._head.config
-        self._aux = AuxStates(
-            config.aux_layer_ids, max_rows, config.target_hidden_size, self._dtype, self.layers[0].device
-        )
+    def tap(self, shadow: nn.Module, forward: Forward) -> Forward:
         return self._aux.tap(shadow, forward)
 
     def devices(self, profile: ModelProfile) -> tuple[torch.device, torch.device]:
         return self.layers[0].device, self.layers[0].device
+
+
+def _most_rows(config: ResolvedConfig) -> int:
+    """Of any step of the target."""
+    width = 1 + config.speculative.num_tokens if config.speculative and config.pads_decode else 1
+    return max(config.max_num_batched_tokens, config.max_num_seqs * width)
 
 
 def draft_source(
@@ -215,17 +273,15 @@ def draft_source(
     given: Any = settings.model
     if settings.method == "draft_model":
         if isinstance(given, str | Path):
-            given, _ = load_model(str(given), dtype=profile.layers[0].dtype)
+            given = load_draft_model(given, model, profile.layers[0].dtype)
         if not isinstance(given, nn.Module):
             raise TypeError(f"speculative model must be a loaded causal LM or where to load it from, not {given!r}")
         return OwnModel(given, profile, config)
     if isinstance(given, str | Path):
-        embeddings = getattr(model, "get_input_embeddings")()  # noqa: B009 (a Module's attributes are typed as modules)
-        given = load_eagle3(given, target_embeddings=embeddings, target_config=model.config)
-        given.to(profile.layers[-1].device, profile.layers[-1].dtype)
+        given = load_head(given, model, profile.layers[-1].device, profile.layers[-1].dtype)
     if not isinstance(given, Eagle3Head):
         raise TypeError(f"speculative model must be the folder of an EAGLE-3 checkpoint or a head, not {given!r}")
-    return Head(given, shadow, profile, pack=config.pack_weights)
+    return Head(given, model, shadow, profile, config)
 
 
 def _check_head(head: Eagle3Head, device: torch.device, dtype: torch.dtype) -> None:

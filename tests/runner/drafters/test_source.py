@@ -1,8 +1,11 @@
-"""What drafts is taken as it is given, or refused with the fix."""
+"""What drafts is taken as it is given, or refused with the fix; its tree is made when it has to be, and let go of."""
 
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from typing import Any
 
 import drafting
 import pytest
@@ -10,6 +13,8 @@ import tiny
 import torch
 
 from cb_engine import Engine, SamplingParams
+from cb_engine.errors import ModelChangedError
+from cb_engine.runner.drafters import source
 from cb_engine.runner.drafters.eagle3_head import Eagle3Head
 
 
@@ -62,3 +67,137 @@ def test_a_model_that_is_none_is_refused(value: object, name: str) -> None:
     for method in ("eagle3", "draft_model"):
         with pytest.raises((TypeError, ValueError), match=name):
             Engine(model, config={"speculative": {"method": method, "model": value}})
+
+
+# ---- trees ---------------------------------------------------------------------------------------------------------
+
+
+def make_engine(method: str, model: Any, drafts: Any, **config: Any) -> Engine:
+    speculative = {"method": method, "model": drafts, "num_speculative_tokens": 3, "adaptive": False}
+    whole = {"block_size": 4, "max_model_len": 64, **config, "speculative": speculative}
+    return Engine(model, config=whole, eos_token_id=-1)
+
+
+def drafts_for(method: str, model: Any, seed: int = 77) -> Any:
+    return tiny.make_model("llama", seed=seed) if method == "draft_model" else drafting.make_head(model, seed=seed)
+
+
+def all_drafts(engine: Engine) -> list[tuple[int, ...]]:
+    engine.add_request(tiny.make_prompts((9,))[0], SamplingParams(temperature=0.0, max_tokens=16))
+    found = []
+    while engine.has_work:
+        engine.step()
+        found += [request.draft_token_ids for request in engine._scheduler.unfinished()]
+    return [drafts for drafts in found if drafts]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Notes what is done, in order."""
+    done: list[str] = []
+
+    def note(owner: Any, name: str, attribute: str) -> None:
+        original = getattr(owner, attribute)
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            done.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, attribute, noting)
+
+    note(source, "draft_model", "fused_shadow")
+    note(source, "eagle3", "packed_shadow")
+    note(source, "states", "AuxStates")
+    note(__import__("cb_engine.engine", fromlist=["engine"]), "size", "size_groups")
+    return done
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_what_takes_memory_is_there_before_the_cache_is_sized(made: list[str], method: str) -> None:
+    model = tiny.make_model("llama")
+    make_engine(method, model, drafts_for(method, model))
+    assert made == [*(["states"] if method == "eagle3" else []), method, "size"]
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_a_tree_is_made_anew_when_its_own_weights_have_changed_and_only_then(
+    made: list[str], method: str, pack: bool
+) -> None:
+    model = tiny.make_model("llama")
+    drafts = drafts_for(method, model)
+    engine = make_engine(method, model, drafts, pack_weights=pack)
+    assert made.count(method) == 1
+    before = all_drafts(engine)
+    assert not engine.sync_weights()
+    engine.weights_changed()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(1.0)
+    assert engine.sync_weights()
+    assert all_drafts(engine) == before
+    assert made.count(method) == 1
+    other = drafts_for(method, model, seed=5)
+    drafts.load_state_dict(other.state_dict())
+    engine.weights_changed()
+    assert made.count(method) == 2
+    assert all_drafts(engine) == all_drafts(make_engine(method, model, other, pack_weights=pack)) != before
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_what_has_become_another_model_is_refused(method: str) -> None:
+    model = tiny.make_model("llama")
+    drafts = drafts_for(method, model)
+    engine = make_engine(method, model, drafts)
+    drafts.to(torch.bfloat16)
+    with pytest.raises(ModelChangedError, match="make a new engine"):
+        engine.weights_changed()
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_a_head_follows_the_targets_weights(pack: bool) -> None:
+    """Its own keys were made of the old states, and so is what it has borrowed."""
+    model = tiny.make_model("llama")
+    other = tiny.make_model("llama", seed=3)
+    head = drafts_for("eagle3", model)
+    engine = make_engine("eagle3", model, head, pack_weights=pack)
+    before = all_drafts(engine)
+    model.load_state_dict(other.state_dict())
+    assert engine.sync_weights()
+    after = all_drafts(engine)
+    assert after != before
+    assert after == all_drafts(make_engine("eagle3", model, head, pack_weights=pack))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_a_closed_engine_holds_no_part_of_what_drafted(method: str, compiled: bool) -> None:
+    model = tiny.make_model("llama")
+    drafts = drafts_for(method, model)
+    options = {"compile": True, "compile_options": {"backend": "eager"}, "max_num_seqs": 2} if compiled else {}
+    engine = make_engine(method, model, drafts, **options)
+    all_drafts(engine)
+    origin: Any = engine._runner._drafts
+    held = [weakref.ref(part) for part in (origin, origin._tree, *engine._runner._caches[True].values())]
+    if method == "eagle3":
+        held.append(weakref.ref(origin._aux.rows))
+    held.append(weakref.ref(engine._runner._shadow))
+    del origin
+    engine.close()
+    gc.collect()
+    assert [part() for part in held] == [None] * len(held)
+
+
+def test_the_targets_modules_that_a_head_uses_are_those_of_the_engines_tree() -> None:
+    """The user's own may be anything by then: in training, hooked, on another device."""
+    model = tiny.make_model("llama")
+    config = drafting.head_config()
+    shared = {"target_embeddings": model.get_input_embeddings(), "target_lm_head": model.get_output_embeddings()}
+    torch.manual_seed(0)
+    head = Eagle3Head(config, **shared)
+    engine = make_engine("eagle3", model, head)
+    calls: list[str] = []
+    for name, module in shared.items():
+        module.register_forward_hook(lambda *args, name=name: calls.append(name))
+    assert all_drafts(engine)
+    assert calls == []
+    assert head.borrowed == tuple(shared.values())
