@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -89,6 +90,19 @@ def test_drafts_are_those_of_the_head_alone(settings: dict[str, Any], backend: s
         assert list(drafts) == drafts_of(head, model, text, len(drafts))
     if "num_blocks" in settings:
         assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_windows_of_the_target_are_none_of_the_heads(family: str) -> None:
+    model, prompts, _ = tiny.family(family)
+    head = drafting.make_head(model, draft_vocab_size=64)
+    engine = make_engine(head, model, num_blocks=24, max_prefill_chunk=5)
+    for prompt in prompts[1:]:
+        engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=tiny.NEW_TOKENS))
+    seen = drafted(engine)
+    assert len(seen) > 20
+    for text, drafts, _ in seen:
+        assert list(drafts) == drafts_of(head, model, text, len(drafts))
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +211,32 @@ def test_keys_that_have_closed_up_behind_a_hole_are_nobody_elses(case: Any) -> N
     assert hit >= 24
     for text, drafts, _ in seen:
         assert list(drafts) == drafts_of(head, model, text, len(drafts), first=hit)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_head_sees_what_it_is_said_to_see_whatever_happens(case: Any, seed: int) -> None:
+    """Texts that come again, samples, ends at once, preemptions, and steps in which nobody drafts."""
+    model, head, text = case
+    rng = random.Random(seed)
+    texts = [text[:9], text[9:23], text[10:30]]
+    engine = make_engine(head, model, num_blocks=24, max_num_seqs=4, max_prefill_chunk=(None, 5, 6)[seed])
+    unsent, counts = 16, [0, 0]
+    while unsent or engine.has_work:
+        if unsent and rng.random() < 0.4:
+            unsent -= 1
+            engine.add_request(rng.choice(texts), greedy(rng.choice((1, 8, 24)), n=rng.choice((1, 1, 2))))
+        if engine._scheduler._running and rng.random() < 0.06:
+            engine._scheduler._preempt(engine._scheduler._running[-1])
+        engine._speculator._works = rng.random() < 0.9
+        engine.step()
+        engine.check()
+        for request in engine._scheduler._running:
+            drafts = list(request.draft_token_ids)
+            if drafts:
+                first = engine._runner.drafter._followed[request].visible
+                assert drafts == drafts_of(head, model, request.token_ids, len(drafts), first=first)
+                counts[first > 0] += 1
+    assert min(counts) > 3
 
 
 def test_no_step_leaves_states_behind(case: Any) -> None:
