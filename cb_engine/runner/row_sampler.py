@@ -93,6 +93,7 @@ class _States:
                     output_token_ids=output,
                     stop_token_ids=first.stop_token_ids,
                     bad_words_ids=first.bad_words_ids,
+                    first=first,
                 )
             )
         return self._all[: 1 + len(drafts)]

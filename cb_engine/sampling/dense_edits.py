@@ -111,13 +111,15 @@ class BatchEdits:
     def _penalise(self, addend: _Floats) -> Tensor:
         """Subtract presence and frequency from `addend`, in place; return the factor of the repetition penalty."""
         factor = np.ones(self._shape, np.float32)
-        for row in self._penalised:
-            params = self._states[row].params
-            known = self._penalties.counts_of(self._states[row], self._shape[1])
-            token_ids, counts = known.tokens, known.counts
-            amount = params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
-            factor[row, token_ids] = params.repetition_penalty
-            addend[row, token_ids] -= amount.astype(np.float32)
+        states = [self._states[row] for row in self._penalised]
+        for part in self._penalties.row_counts(self._penalised, states, self._shape[1]):
+            params, counts = part.params, part.counts
+            where = (np.asarray(part.rows)[:, None], part.tokens)
+            has = counts > 0
+            amount = params.frequency_penalty * counts + params.presence_penalty * has
+            has[:, : part.num_shared] = True
+            factor[where] = np.where(has, params.repetition_penalty, 1.0)
+            addend[where] -= amount.astype(np.float32)
         return self._to_device(factor)
 
     def _to_device(self, values: _Floats) -> Tensor:

@@ -1,6 +1,7 @@
 """Repetition, presence and frequency penalties.
 
-Owns: how often each token occurred in each request, brought up to date by the tokens that are new.
+Owns: how often each token occurred in each request, brought up to date by the tokens that are new. Drafts are added to
+the numbers of the rows behind them and not to those of the request, so nothing is taken back when they are wrong.
 Does not know: the order in which logits are edited, or anything of a request but its tokens and its
 penalties.
 """
@@ -8,6 +9,8 @@ penalties.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,10 +20,23 @@ from torch import Tensor
 
 from cb_engine.sampling.blocks import to_device
 from cb_engine.sampling.state import SamplingState
+from cb_engine.sampling_params import SamplingParams
 
-# How many of the last tokens counted are compared with the output before the count is trusted, and can be taken back:
-# drafts are counted before it is known whether they are right. A request that differs in all of them is counted anew.
-_GUARD = 96
+# How many of the last tokens counted are compared with the output before the count is trusted. A request whose output
+# shrank or differs here is counted anew.
+_GUARD = 32
+
+Ints = npt.NDArray[np.int64]
+
+
+class RowCounts(NamedTuple):
+    """What rows of one request have said before."""
+
+    rows: Sequence[int]
+    params: SamplingParams
+    tokens: Ints  # [S], each once, in no order
+    counts: Ints  # [rows, S]: how often the row's output has each
+    num_shared: int  # so many of the tokens all rows have; each of the others only those in which it is counted
 
 
 class TokenCounts:
@@ -37,30 +53,19 @@ class TokenCounts:
         self._slots = {token_id: slot for slot, token_id in enumerate(unique.tolist())}
         self._tokens = unique
         self._counts = np.zeros(len(unique), dtype=np.int64)
-        self._size = self._num_prompt = len(unique)
-        self._has_gaps = False  # whether a token that was taken back has left a slot without any
+        self._size = len(unique)
         self._seen = 0
         self._guard: list[int] = []
 
     def follow(self, output: Sequence[int]) -> bool:
-        """Counts the tokens of `output` that are new, and takes back those that it no longer has.
+        """Counts the tokens of `output` that are new.
 
         Returns:
-            False, with the count of no use any more, if it differs by more than is remembered.
+            False, and nothing is counted, if it does not begin with those that have been counted.
         """
         start = self._seen - len(self._guard)
-        now = list(output[start : self._seen])
-        num_equal = next((i for i, (a, b) in enumerate(zip(self._guard, now, strict=False)) if a != b), len(now))
-        if num_equal == 0 and start > 0:
+        if len(output) < self._seen or list(output[start : self._seen]) != self._guard:
             return False
-        for token_id in self._guard[num_equal:]:
-            self._take_back(token_id)
-        self._seen = start + num_equal
-        self._guard = self._guard[:num_equal]
-        self._extend(output)
-        return True
-
-    def _extend(self, output: Sequence[int]) -> None:
         new = list(output[self._seen :])
         for token_id in new:
             if token_id >= self._vocab_size:
@@ -71,12 +76,28 @@ class TokenCounts:
             self._counts[slot] += 1
         self._seen += len(new)
         self._guard = (self._guard + new)[-_GUARD:]
+        return True
 
-    def _take_back(self, token_id: int) -> None:
-        slot = self._slots.get(token_id)
-        if slot is not None:
-            self._counts[slot] -= 1
-            self._has_gaps |= self._counts[slot] == 0 and slot >= self._num_prompt
+    def behind(self, drafts: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+        """The tokens [S], and how often the output has each with each of some drafts after it, [drafts, S].
+
+        Tokens that only drafts have come last.
+        """
+        tokens, counts = self._tokens[: self._size], self._counts[: self._size]
+        if not any(drafts):
+            return tokens, np.broadcast_to(counts, (len(drafts), len(counts)))
+        new: dict[int, int] = {}
+        rows, slots = [], []
+        for row, draft in enumerate(drafts):
+            for token_id in draft:
+                if token_id < self._vocab_size:
+                    slot = self._slots.get(token_id)
+                    rows.append(row)
+                    slots.append(new.setdefault(token_id, self._size + len(new)) if slot is None else slot)
+        together = np.zeros((len(drafts), self._size + len(new)), dtype=np.int64)
+        together[:, : self._size] = counts
+        np.add.at(together, (rows, slots), 1)
+        return np.concatenate([tokens, np.fromiter(new, np.int64, len(new))]), together
 
     def _append(self, token_id: int) -> None:
         if self._size == len(self._tokens):
@@ -86,27 +107,13 @@ class TokenCounts:
         self._tokens[self._size] = token_id
         self._size += 1
 
-    @property
-    def tokens(self) -> npt.NDArray[np.int64]:
-        """The tokens of the request, each once, in no order."""
-        return self._tokens[: self._size][self._occurring]
-
-    @property
-    def counts(self) -> npt.NDArray[np.int64]:
-        """How often the output has each of `tokens`."""
-        return self._counts[: self._size][self._occurring]
-
-    @property
-    def _occurring(self) -> slice | npt.NDArray[np.bool_]:
-        if not self._has_gaps:
-            return slice(None)
-        occurring: npt.NDArray[np.bool_] = self._counts[: self._size] > 0
-        occurring[: self._num_prompt] = True
-        return occurring
+    def __len__(self) -> int:
+        """How many different tokens the request has."""
+        return self._size
 
 
 class Penalties:
-    """Applies the penalties of the requests that have any; forgets a request's counts when its state dies."""
+    """Applies the penalties of the requests that have any; forgets a request's counts when its first state dies."""
 
     def __init__(self) -> None:
         self._counts: WeakKeyDictionary[SamplingState, TokenCounts] = WeakKeyDictionary()
@@ -123,20 +130,23 @@ class Penalties:
             states: the states of those rows, in their order.
         """
         vocab_size = scores.shape[1]
-        tables = [self._table(state, vocab_size) for state in states]
-        sizes = [len(table.tokens) for table in tables]
+        parts = self.row_counts(rows, states, vocab_size)
+        sizes = [part.counts.size for part in parts]
         if not any(sizes):
             return
 
         def spread(values: Sequence[float]) -> npt.NDArray[np.float64]:
             return np.repeat(np.asarray(values, dtype=np.float64), sizes)
 
-        counts = np.concatenate([table.counts for table in tables])
-        presence = spread([state.params.presence_penalty for state in states])
-        frequency = spread([state.params.frequency_penalty for state in states])
-        where = np.concatenate([table.tokens + row * vocab_size for row, table in zip(rows, tables, strict=True)])
+        counts = np.concatenate([part.counts.ravel() for part in parts])
+        presence = spread([part.params.presence_penalty for part in parts])
+        frequency = spread([part.params.frequency_penalty for part in parts])
+        starts = [np.asarray(part.rows)[:, None] * vocab_size for part in parts]
+        where = np.concatenate([(part.tokens + start).ravel() for part, start in zip(parts, starts, strict=True)])
         index = to_device(torch.from_numpy(where), scores.device)
-        factor = torch.from_numpy(spread([state.params.repetition_penalty for state in states]).astype(np.float32))
+        repetition = spread([part.params.repetition_penalty for part in parts])
+        repetition[_missing(parts)] = 1.0
+        factor = torch.from_numpy(repetition.astype(np.float32))
         amount = torch.from_numpy((frequency * counts + presence * (counts > 0)).astype(np.float32))
         factor, amount = to_device(factor, scores.device), to_device(amount, scores.device)
 
@@ -144,13 +154,40 @@ class Penalties:
         before = flat.index_select(0, index)
         flat.index_copy_(0, index, torch.where(before < 0, before * factor, before / factor) - amount)
 
-    def counts_of(self, state: SamplingState, vocab_size: int) -> TokenCounts:
-        """The tokens of a request, brought up to date; good until its output changes."""
-        return self._table(state, vocab_size)
+    def row_counts(self, rows: Sequence[int], states: Sequence[SamplingState], vocab_size: int) -> list[RowCounts]:
+        """What each of the rows has said before, request by request; good until the outputs change.
 
-    def _table(self, state: SamplingState, vocab_size: int) -> TokenCounts:
-        table = self._counts.get(state)
-        if table is None or not table.follow(state.output_token_ids):
-            table = self._counts[state] = TokenCounts(state, vocab_size)
-            table.follow(state.output_token_ids)
+        Args:
+            rows: their numbers.
+            states: the states of those rows, in their order.
+        """
+        parts = []
+        for root, pairs in groupby(zip(rows, states, strict=True), key=lambda pair: pair[1].root):
+            table = self._table(root, vocab_size)
+            num_known = len(root.output_token_ids)
+            numbers, of_request = zip(*pairs, strict=True)
+            tokens, counts = table.behind(
+                [() if state is root else state.output_token_ids[num_known:] for state in of_request]
+            )
+            parts.append(RowCounts(numbers, root.params, tokens, counts, len(table)))
+        return parts
+
+    def _table(self, root: SamplingState, vocab_size: int) -> TokenCounts:
+        table = self._counts.get(root)
+        if table is None or not table.follow(root.output_token_ids):
+            table = self._counts[root] = TokenCounts(root, vocab_size)
+            table.follow(root.output_token_ids)
         return table
+
+
+def _missing(parts: Sequence[RowCounts]) -> list[int]:
+    """Where a row does not have a token that another of its request has, in all counts one after the other."""
+    missing: list[int] = []
+    start = 0
+    for part in parts:
+        if part.num_shared < len(part.tokens):
+            absent = part.counts == 0
+            absent[:, : part.num_shared] = False
+            missing += (np.flatnonzero(absent) + start).tolist()
+        start += part.counts.size
+    return missing

@@ -1,16 +1,17 @@
-"""Penalties against transformers' and a plain count, and counts that follow an output that shrinks."""
+"""Penalties against transformers' and a plain count, with and without drafts, and whatever becomes of an output."""
 
 from __future__ import annotations
 
 import gc
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from cb_engine.sampling.penalties import Penalties, TokenCounts
+from cb_engine.sampling.penalties import Penalties, RowCounts
 from cb_engine.sampling.state import SamplingState
 from tests.sampling.common import state
 
@@ -68,61 +69,83 @@ def test_counts_follow_an_output_that_grows_shrinks_and_changes():
         assert scores.equal(applied(logits, request))
 
 
-def counted(table: TokenCounts) -> dict[int, int]:
-    tokens = table.tokens.tolist()
-    assert len(set(tokens)) == len(tokens), "each once"
-    return dict(zip(tokens, table.counts.tolist(), strict=True))
+def behind(first: SamplingState, drafts: list[int]) -> SamplingState:
+    """The state of the row behind some drafts."""
+    return replace(first, output_token_ids=[*first.output_token_ids, *drafts], first=first)
+
+
+def rows_of(first: SamplingState, drafts: list[int]) -> list[SamplingState]:
+    """The states of a request that verifies drafts."""
+    return [first, *(behind(first, drafts[:count]) for count in range(1, len(drafts) + 1))]
+
+
+def counted(part: RowCounts) -> list[dict[int, int]]:
+    """What each row of a request has said, and how often."""
+    assert len(set(part.tokens.tolist())) == len(part.tokens), "each once"
+    return [
+        {
+            token_id: count
+            for at, (token_id, count) in enumerate(zip(part.tokens.tolist(), counts, strict=True))
+            if at < part.num_shared or count
+        }
+        for counts in part.counts.tolist()
+    ]
 
 
 @pytest.mark.parametrize("repetition", [1.0, 1.5])
 def test_counts_are_those_of_the_output_whatever_becomes_of_drafts(repetition):
-    """Drafts are counted with the rows behind them; the next step keeps some of them, and puts a token in their place.
+    """Drafts are counted in the rows behind them; the next step keeps some of them, and puts a token in their place.
     Ids from 20 on lie beyond the logits."""
     rng = random.Random(repetition)
-    for _ in range(20):
-        request = state(prompt=(1, 2, 2, 25), repetition_penalty=repetition, presence_penalty=1.0)
-        table, output = TokenCounts(request, 20), request.output_token_ids
-        wanted_prompt = {1: 0, 2: 0} if repetition != 1.0 else {}
+    wanted_prompt = {1: 0, 2: 0} if repetition != 1.0 else {}
+    for _ in range(10):
+        penalties = Penalties()
+        requests = [state(prompt=(1, 2, 2, 25), repetition_penalty=repetition, presence_penalty=1.0) for _ in range(3)]
         for _ in range(40):
-            drafts = rng.choices(range(23), k=rng.randint(0, 6))
-            for count in range(len(drafts) + 1):
-                assert table.follow([*output, *drafts[:count]])
-                wanted = Counter(t for t in [*output, *drafts[:count]] if t < 20)
-                assert counted(table) == {**wanted_prompt, **wanted}
-            output += [*drafts[: rng.randint(0, len(drafts))], rng.randrange(23)]
+            all_drafts = [rng.choices(range(23), k=rng.randint(0, 6)) for _ in requests]
+            states = [row for pair in zip(requests, all_drafts, strict=True) for row in rows_of(*pair)]
+            numbers = sorted(rng.sample(range(50), len(states)))
+            parts = penalties.row_counts(numbers, states, 20)
+            assert [row for part in parts for row in part.rows] == numbers
+            for request, drafts, part in zip(requests, all_drafts, parts, strict=True):
+                output = request.output_token_ids
+                wanted = [Counter(t for t in [*output, *drafts[:i]] if t < 20) for i in range(len(drafts) + 1)]
+                assert counted(part) == [{**wanted_prompt, **each} for each in wanted]
+                output += [*drafts[: rng.randint(0, len(drafts))], rng.randrange(23)]
+        assert len(penalties._counts) == len(requests), "one count for all rows of a request"
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_rows_may_be_counted_in_any_order(order):
-    request = state(frequency_penalty=1.0, output=tuple(range(7)))
-    table = TokenCounts(request, 50)
-    for drafts in [[], [9], [9, 9], [9, 9, 3]][::order] * 2:
-        assert table.follow([*request.output_token_ids, *drafts])
-        assert counted(table) == Counter([*range(7), *drafts])
+@pytest.mark.parametrize("fields", [{"repetition_penalty": 1.7}, {"frequency_penalty": 0.6, "presence_penalty": 0.3}])
+def test_rows_behind_drafts_are_penalised_as_if_the_drafts_had_been_said(fields):
+    rng = random.Random(str(fields))
+    penalties = Penalties()
+    requests = [state(prompt=(1, 2, i), output=(3, 3, i), **fields) for i in range(4)]
+    for _ in range(20):
+        states = [row for first in requests for row in rows_of(first, rng.choices(range(30), k=rng.randint(0, 5)))]
+        logits = torch.randn(len(states), 30, generator=torch.Generator().manual_seed(rng.randrange(99)))
+        scores = logits.clone()
+        penalties.apply(scores, range(len(states)), states)
+        for row, each in enumerate(states):
+            alone = state(prompt=tuple(each.prompt_token_ids), output=tuple(each.output_token_ids), **fields)
+            assert scores[row : row + 1].equal(applied(logits[row : row + 1], alone))
+        for first in requests:
+            first.output_token_ids.extend(rng.choices(range(30), k=2))
 
 
-@pytest.mark.parametrize("num_replaced", [1, 64, 95, 96, 200])
-def test_what_differs_further_back_than_is_remembered_is_counted_anew(num_replaced):
+@pytest.mark.parametrize("num_replaced", [1, 31, 32, 200])
+def test_an_output_that_differs_from_what_was_counted_is_counted_anew(num_replaced):
     before = [i % 7 for i in range(300)]
     after = [*before[: 300 - num_replaced], *[10 + i % 3 for i in range(num_replaced)]]
     for shorter in (0, 1):  # it is also found out when the output ends before
         request = state(frequency_penalty=0.5, output=tuple(before))
-        table, penalties = TokenCounts(request, 20), Penalties()
-        assert table.follow(before)
-        assert table.follow(after[: 300 - shorter]) == (num_replaced < 96)
+        penalties = Penalties()
         penalties.apply(torch.zeros(1, 20), [0], [request])
         request.output_token_ids[:] = after[: 300 - shorter]
         logits = torch.ones(1, 20)
         penalties.apply(logits, [0], [request])
         assert logits.equal(applied(torch.ones(1, 20), request))
-        assert counted(penalties.counts_of(request, 20)) == Counter(request.output_token_ids)
-
-
-def test_a_short_output_may_change_from_its_first_token_on():
-    table = TokenCounts(state(presence_penalty=1.0), 20)
-    for output in ([1, 2, 3], [4, 5], [], [6], [7, 1, 1]):
-        assert table.follow(output)
-        assert counted(table) == Counter(output)
+        (part,) = penalties.row_counts([0], [request], 20)
+        assert counted(part) == [Counter(request.output_token_ids)]
 
 
 def test_only_new_tokens_are_counted():
@@ -142,10 +165,10 @@ def test_only_new_tokens_are_counted():
     request.output_token_ids.append(7)
     penalties.apply(torch.zeros(1, 6000), [0], [request])
     assert Counting.touched < 100
-    del request.output_token_ids[-4:]
-    request.output_token_ids.extend([1, 2])
-    penalties.apply(torch.zeros(1, 6000), [0], [request])
-    assert Counting.touched < 200
+    Counting.touched = 0
+    states = rows_of(request, [1, 2, 3, 4])
+    penalties.apply(torch.zeros(5, 6000), range(5), states)
+    assert Counting.touched < 100, "drafts cost no count of their own"
 
 
 def test_counts_die_with_their_request():
@@ -159,5 +182,8 @@ def test_counts_die_with_their_request():
 
 
 def test_the_prompt_is_read_for_repetition_only():
-    assert TokenCounts(state(prompt=(1, 2), presence_penalty=1.0), 10).tokens.tolist() == []
-    assert TokenCounts(state(prompt=(2, 1, 2), repetition_penalty=2.0), 10).tokens.tolist() == [1, 2]
+    def counted_of(request: SamplingState) -> list[dict[int, int]]:
+        return [count for part in Penalties().row_counts([0], [request], 10) for count in counted(part)]
+
+    assert counted_of(state(prompt=(1, 2), presence_penalty=1.0)) == [{}]
+    assert counted_of(state(prompt=(2, 1, 2), repetition_penalty=2.0)) == [{1: 0, 2: 0}]
