@@ -41,10 +41,20 @@ def _tail(state: SamplingState, length: int) -> list[int]:
 
 
 class LogitEdits:
-    """The edits of one batch, built once per composition; only what depends on the output is found anew."""
+    """The edits of one batch, built once per composition; only what depends on the output is found anew.
+
+    Args:
+        states: of all rows.
+        rows: those that have edits, see `has_edit`.
+    """
 
     def __init__(
-        self, states: Sequence[SamplingState], vocab_size: int, device: torch.device, penalties: Penalties
+        self,
+        states: Sequence[SamplingState],
+        rows: Sequence[int],
+        vocab_size: int,
+        device: torch.device,
+        penalties: Penalties,
     ) -> None:
         self._states = states
         self._vocab_size = vocab_size
@@ -58,8 +68,10 @@ class LogitEdits:
         allowed: list[int] = []
         allowed_rows: list[int] = []
         banned: list[int] = []
-        for row, state in enumerate(states):
-            params, start = state.params, row * vocab_size
+        words: dict[SamplingState, BannedWords] = {}  # one for all rows of a request
+        for row in rows:
+            state, start = states[row], row * vocab_size
+            params = state.params
             for token_id, bias in (params.logit_bias or {}).items():
                 biased.append(start + token_id)
                 biases.append(bias)
@@ -70,7 +82,9 @@ class LogitEdits:
                 allowed += [start + token_id for token_id in dict.fromkeys(params.allowed_token_ids)]
             banned += [start + word[0] for word in state.bad_words_ids if len(word) == 1]
             if longer := [word for word in state.bad_words_ids if len(word) > 1]:
-                self._words.append((row, BannedWords(longer)))
+                if state.root not in words:
+                    words[state.root] = BannedWords(longer)
+                self._words.append((row, words[state.root]))
             if params.min_tokens:
                 # An EOS id beyond the logits cannot be generated.
                 self._minimum.append((row, [start + t for t in state.stop_token_ids if t < vocab_size]))
@@ -114,6 +128,16 @@ class LogitEdits:
             flat.index_fill_(0, self._banned, _NEG_INF)
         if masked:
             flat.index_fill_(0, self._flat(masked), _NEG_INF)
+
+
+def has_edit(state: SamplingState) -> bool:
+    """Whether a request may change its logits in any step."""
+    params = state.params
+    return (
+        _has_penalty(state)
+        or bool(params.logit_bias or state.bad_words_ids or params.min_tokens)
+        or params.allowed_token_ids is not None
+    )
 
 
 def _has_penalty(state: SamplingState) -> bool:

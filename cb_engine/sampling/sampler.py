@@ -21,7 +21,6 @@ no row's result depends, in any bit, on the other rows of the batch.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,9 +34,6 @@ from cb_engine.sampling.plan import Group, Plan, Rows, WholeGroup
 from cb_engine.sampling.randomness import uniforms
 from cb_engine.sampling.state import SamplingState
 from cb_engine.sampling_params import SamplingParams
-
-_PLANS = 8  # kept: with drafts, how many rows a request has changes from step to step
-
 
 _GREEDY = SamplingState(SamplingParams(temperature=0.0), 0, (), (), frozenset(), ())
 
@@ -91,7 +87,7 @@ class Sampler:
     def __init__(self, *, native: bool = False) -> None:
         self._native = native
         self._penalties = Penalties()
-        self._plans: OrderedDict[tuple[int, ...], Plan] = OrderedDict()  # by the identities of their states
+        self._plan: Plan | None = None
 
     @torch.no_grad()
     def __call__(self, logits: Tensor, states: Sequence[SamplingState]) -> SamplerOutput:
@@ -137,13 +133,11 @@ class Sampler:
         self(logits, [_GREEDY] * len(logits))
 
     def _plan_for(self, states: Sequence[SamplingState], logits: Tensor) -> Plan:
-        key = tuple(map(id, states))
-        plan = self._plans.pop(key, None)
-        if plan is None or not plan.fits(states, logits.shape[1], logits.device):
-            plan = Plan(states, logits.shape[1], logits.device, self._penalties, native=self._native)
-        self._plans[key] = plan
-        if len(self._plans) > _PLANS:
-            self._plans.popitem(last=False)
+        plan, vocab_size, device = self._plan, logits.shape[1], logits.device
+        if plan is None or not plan.fits(states, vocab_size, device):
+            known = None if plan is None else plan.requests
+            plan = Plan.of(states, vocab_size, device, self._penalties, native=self._native, requests=known)
+            self._plan = plan
         return plan
 
 

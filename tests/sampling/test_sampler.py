@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,15 +108,17 @@ def mixed_states() -> list[Any]:
     ]
 
 
-def results(sampler: Any, logits: torch.Tensor, states: Sequence[Any]) -> dict[int, Any]:
-    """Everything said of each request, keyed by its seed."""
+def row_results(sampler: Any, logits: torch.Tensor, states: Sequence[Any]) -> list[Any]:
+    """Everything said of each row."""
     output = sampler(logits, states)
-    found = {}
-    for row, each in enumerate(states):
-        logprob = None if each.params.logprobs is None else output.logprobs[row].item()
-        top = None if output.top is None else output.top.rows()[row]
-        found[each.seed] = (output.token_ids[row].item(), output.failed[row].item(), logprob, top)
-    return found
+    tops = [None] * len(states) if output.top is None else output.top.rows()
+    logprobs = [None if s.params.logprobs is None else output.logprobs[row].item() for row, s in enumerate(states)]
+    return list(zip(output.token_ids.tolist(), output.failed.tolist(), logprobs, tops, strict=True))
+
+
+def results(sampler: Any, logits: torch.Tensor, states: Sequence[Any]) -> dict[int, Any]:
+    """The same, keyed by the seeds."""
+    return {s.seed: found for s, found in zip(states, row_results(sampler, logits, states), strict=True)}
 
 
 @pytest.mark.parametrize(
@@ -170,17 +173,37 @@ def test_a_plan_is_kept_for_the_same_states_in_the_same_order():
     states = [state(temperature=0), state(top_k=3), state()]
     sampler = make_sampler()
     sampler(logits, states)
-    (plan,) = sampler._plans.values()
+    plan = sampler._plan
     sampler(logits, list(states))
-    assert list(sampler._plans.values()) == [plan]
+    assert sampler._plan is plan
     for others in ([*states[:2], state()], states[::-1], states[:2]):
+        sampler(logits, states)
+        plan = sampler._plan
         sampler(logits[: len(others)], others)
-        assert list(sampler._plans.values())[-1] is not plan
-    sampler(logits, states)
-    assert list(sampler._plans.values())[-1] is plan
-    for _ in range(20):
-        sampler(logits[:1], [state()])
-    assert plan not in sampler._plans.values(), "a plan holds its states, and is not kept for ever"
+        assert sampler._plan is not plan
+        assert sampler._plan.requests is not plan.requests
+
+
+def test_what_is_known_of_requests_serves_however_many_rows_they_have():
+    rng = random.Random(0)
+    requests = mixed_states()
+    sampler = make_sampler()
+    known = None
+    for step in range(8):
+        states = []
+        for first in requests:
+            drafts = rng.choices(range(1000), k=rng.choice((0, 0, 1, 4)))
+            outputs = [[*first.output_token_ids, *drafts[: i + 1]] for i in range(len(drafts))]
+            states += [first, *(replace(first, output_token_ids=output, first=first) for output in outputs)]
+        logits = peaky(len(states), 1000, step)
+        together = row_results(sampler, logits, states)
+        for row, each in enumerate(states):
+            alone = replace(each, output_token_ids=list(each.output_token_ids), first=None)
+            assert row_results(make_sampler(), logits[row : row + 1], [alone]) == [together[row]]
+        assert known is None or sampler._plan.requests is known
+        known = sampler._plan.requests
+        for first in requests:
+            first.output_token_ids.append(rng.randrange(1000))
 
 
 def test_a_strided_view_of_logits():

@@ -77,11 +77,13 @@ def test_the_best_tokens_give_what_the_whole_row_gives(fields):
     states = [state(seed=row, logprobs=2048, **fields) for row in range(4)]
     short: Any = make_sampler()
     whole: Any = make_sampler()
-    whole._plan = Plan(states, 2048, logits.device, whole._penalties, native=False)
+    whole._plan = Plan.of(states, 2048, logits.device, whole._penalties, native=False)
     whole._plan.candidate_groups.clear()
     whole._plan.whole_groups = whole._plan.group_whole(range(4))
+    plan = whole._plan
     for _ in range(50):
         a, b = short(logits, states), whole(logits, states)
+        assert whole._plan is plan
         assert a.token_ids.equal(b.token_ids)
         torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-5, rtol=0)
         for each in states:
