@@ -111,9 +111,10 @@ class Speculator:
         except Exception:
             self._switch_off()
             return []
-        if self._costs_time and asks:
-            num_tokens = max(ask.max_tokens for ask in asks)
-            self._controller.saw_drafting(len(asks), num_tokens, time.perf_counter() - started)
+        num_drafted = sum(bool(draft.token_ids) for draft in drafts)
+        if self._costs_time and num_drafted:
+            seconds = time.perf_counter() - started - self._proposer.catch_up_seconds
+            self._controller.saw_drafting(num_drafted, max(len(draft.token_ids) for draft in drafts), seconds)
         return drafts
 
     def _legal(self, draft: Draft, ask: DraftAsk) -> Draft:

@@ -8,6 +8,7 @@ from typing import Any
 
 import drafting
 import pytest
+import tiny
 from fake_model import VOCAB, FakeModel, expected
 
 from cb_engine import Engine, GenerationOutput, SamplingParams
@@ -301,3 +302,39 @@ def test_what_ended_in_the_step_that_broke_the_engine_is_handed_over_whole(monke
     assert (outputs[long].finish_reason, outputs[long].error) == ("error", "it broke")
     assert outputs[long].generated_tokens == REFERENCES[1][:5]
     assert engine.stats().live_blocks == 0
+
+
+def test_only_drafts_that_came_are_timed_and_reading_a_text_is_no_part_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A drafter that is still reading a prompt drafts nothing for it, and a probe waits for it."""
+    model, prompts, references = tiny.family("llama")
+    speculative = {"method": "draft_model", "model": model, "num_speculative_tokens": 3}
+    config = {"block_size": 4, "max_num_batched_tokens": 8, "max_num_seqs": 2, "speculative": speculative}
+    engine = Engine(model, config=config, eos_token_id=-1)
+    seen: list[tuple[int, int, float]] = []
+    controller = engine._speculator._controller
+    saw_drafting = controller.saw_drafting
+
+    def note(*numbers: Any) -> None:
+        seen.append(numbers)
+        saw_drafting(*numbers)
+
+    monkeypatch.setattr(controller, "saw_drafting", note)
+    drafter = engine._runner.drafter
+    propose, came = drafter.propose, []
+
+    def slow_to_read(asks: Sequence[DraftAsk]) -> list[Draft]:
+        drafts = propose(asks)
+        came.append((sum(bool(d.token_ids) for d in drafts), max((len(d.token_ids) for d in drafts), default=0)))
+        drafter.catch_up_seconds += 1000.0
+        return drafts
+
+    monkeypatch.setattr(drafter, "propose", slow_to_read)
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+    request_id = engine.add_request(prompts[longest], SamplingParams(temperature=0.0, max_tokens=tiny.NEW_TOKENS))[0]
+    (output,) = drain(engine, [request_id])
+    assert output.generated_tokens == references[longest]
+    assert [numbers[:2] for numbers in seen] == [counts for counts in came if counts[0]]
+    assert (0, 0) in came, "the prompt takes it several rounds"
+    assert all(numbers[2] < -900 for numbers in seen), "what it says of reading is left out"

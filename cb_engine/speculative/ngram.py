@@ -31,6 +31,8 @@ class NgramProposer:
     the request has become.
     """
 
+    catch_up_seconds = 0.0
+
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
         if not 1 <= min_ngram <= max_ngram:
             raise ValueError(f"min_ngram={min_ngram} and max_ngram={max_ngram}: 1 <= min_ngram <= max_ngram is needed")

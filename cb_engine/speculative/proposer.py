@@ -39,7 +39,14 @@ NO_DRAFT = Draft()
 
 
 class Proposer(Protocol):
-    """Guesses tokens. What it guesses may be wrong at will: no output depends on it, only the speed does."""
+    """Guesses tokens. What it guesses may be wrong at will: no output depends on it, only the speed does.
+
+    Attributes:
+        catch_up_seconds: what of the latest `propose` went to texts rather than to drafts: whoever drafts with a model
+            reads a prompt once, however many tokens it drafts afterwards.
+    """
+
+    catch_up_seconds: float
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
         """Returns a draft for each ask, in order, of at most `max_tokens` tokens.

@@ -31,6 +31,8 @@ class SuffixProposer:
     the places of the longer one are asked alone if there are any.
     """
 
+    catch_up_seconds = 0.0
+
     def __init__(self, *, min_match: int = 2, min_probability: float = 0.1, max_indexed_tokens: int = 1 << 20) -> None:
         """Makes an empty index.
 

@@ -83,8 +83,7 @@ class ChainDrafter(ABC):
 
     Attributes:
         shift: the row at position p takes the token at p + shift.
-        catch_up_seconds: what of the latest `propose` went to rows before the first pass. They belong to texts that are
-            new to the drafter, and say nothing of what a drafted token costs.
+        catch_up_seconds: see `Proposer`: what went to rows before the first pass.
     """
 
     shift: int
