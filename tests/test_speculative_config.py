@@ -188,7 +188,7 @@ def test_counts_have_bounds(method: str, name: str, most: int) -> None:
             with_count(method, name, value)
 
 
-@pytest.mark.parametrize("value", NO_INTEGERS, ids=repr)
+@pytest.mark.parametrize("value", NO_INTEGERS)
 @pytest.mark.parametrize(("method", "name", "most"), COUNTS)
 def test_counts_are_integers(method: str, name: str, most: int, value: Any) -> None:
     with pytest.raises(TypeError, match=rf"^speculative {name} must be an integer or None, not ") as error:

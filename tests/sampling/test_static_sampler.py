@@ -294,7 +294,7 @@ def recording(calls: list[tuple[Any, ...]]) -> StaticSampler:
         ({"temperature": 0.7}, Draw.FREE, {"softmax"}),
         ({"top_k": 3}, Draw.CUT, {"softmax", "sort"}),
     ],
-    ids=str,
+    ids=["greedy", "free", "cut"],
 )
 def test_nobody_pays_for_what_nobody_asked(fields: dict[str, Any], draw: Draw, parts: set[str]) -> None:
     calls: list[tuple[Any, ...]] = []
