@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,23 @@ def load_model(name: str, *, dtype: str | torch.dtype = "auto", device_map: Any 
         device_map: as in `from_pretrained`; `auto` fills the accelerators there are, else the CPU.
     """
     source = resolve_model(name)
-    try:
+    with _naming(name, source):
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=device_map)
+    return load_weights(name, dtype=dtype, device_map=device_map), tokenizer
+
+
+def load_weights(name: str, *, dtype: str | torch.dtype = "auto", device_map: Any = "auto") -> Any:
+    """The same without a tokenizer, which there need not be."""
+    source = resolve_model(name)
+    with _naming(name, source):
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=device_map).eval()
+
+
+@contextmanager
+def _naming(name: str, source: str | Path) -> Iterator[None]:
+    """Says what can be given instead of a name that leads nowhere."""
+    try:
+        yield
     except OSError as error:
         if isinstance(source, Path):
             raise
@@ -64,7 +79,6 @@ def load_model(name: str, *, dtype: str | torch.dtype = "auto", device_map: Any 
             f"({error.__class__.__name__}). Give a folder that exists, a hub id with the hub in reach, or "
             f"{DEMO_MODEL!r}, which needs no hub."
         ) from error
-    return model.eval(), tokenizer
 
 
 def _make_once(target: Path, make: Callable[[Path], None]) -> Path:

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from cb_engine.models import load_model, resolve_model
+from cb_engine.models import load_weights, resolve_model
 from cb_engine.runner.drafters.eagle3_checkpoint import load_eagle3
 from cb_engine.runner.drafters.eagle3_head import Eagle3Head
 
@@ -26,8 +26,7 @@ def load_draft_model(path: str | Path, target: nn.Module, dtype: torch.dtype) ->
     found = _latest.get(target)
     if found is None or found[0] != key:
         _latest.pop(target, None)  # the old one goes before the new one comes
-        model, _ = load_model(str(path), dtype=dtype)
-        found = _latest[target] = (key, model)
+        found = _latest[target] = (key, load_weights(str(path), dtype=dtype))
     return found[1]
 
 

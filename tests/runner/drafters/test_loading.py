@@ -24,11 +24,11 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Stands in for the disk; the names that were loaded."""
     names: list[str] = []
 
-    def load(name: str, dtype: torch.dtype) -> tuple[Any, None]:
+    def load(name: str, dtype: torch.dtype) -> Any:
         names.append(name)
-        return tiny.make_model("llama", seed=len(names)).to(dtype), None
+        return tiny.make_model("llama", seed=len(names)).to(dtype)
 
-    monkeypatch.setattr(loading, "load_model", load)
+    monkeypatch.setattr(loading, "load_weights", load)
     return names
 
 
@@ -45,6 +45,13 @@ def test_a_draft_model_is_read_once_for_all_engines_of_a_target(loads: list[str]
     assert len(loads) == 2
     Engine(tiny.make_model("llama", seed=9), config={"speculative": speculative})
     assert len(loads) == 3
+
+
+def test_a_folder_of_weights_without_a_tokenizer_is_enough(tmp_path: Path) -> None:
+    tiny.make_model("llama", seed=3).save_pretrained(tmp_path)
+    draft_model = loading.load_draft_model(tmp_path, tiny.make_model("llama"), torch.float32)
+    expected = tiny.make_model("llama", seed=3).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in draft_model.state_dict().items())
 
 
 def test_only_the_latest_is_kept_and_no_longer_than_its_target(loads: list[str]) -> None:
