@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "make: the native kernels were not built; PyTorch's own operators are used instead"
 	@touch $@
 
-demo: setup  ## load a real model and answer 16 prompts through the engine
+demo: setup  ## load a real model and answer 20 prompts through the engine
 	$(PY) scripts/demo.py $(ARGS)
 
 bench: setup  ## measure throughput, e.g. make bench ARGS="--samples 64 --labels gsm8k_default"

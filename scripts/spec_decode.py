@@ -249,7 +249,11 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    plain, drafted = run_rounds(model, prompts, args)
+    try:
+        plain, drafted = run_rounds(model, prompts, args)
+    except (OSError, ValueError, TypeError) as error:  # a drafter that cannot be loaded, or does not fit
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     report = summarize(args, model.dtype, plain, drafted)
     print_report(report)
     if args.coverage:

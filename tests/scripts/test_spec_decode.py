@@ -73,3 +73,10 @@ def test_too_few_prompts_are_an_error_without_a_trace(
 ) -> None:
     assert run(tiny_model, questions_file, "--task", "ngram", "--num_prompts", "9") == 2
     assert "9 prompts of 'gsm8k' after the first 0 were asked for" in capsys.readouterr().err
+
+
+def test_a_head_that_is_none_is_an_error_without_a_trace(
+    tiny_model: Path, questions_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tiny_model, questions_file, "--task", "eagle3", "--head", str(tmp_path)) == 2
+    assert f"error: {tmp_path} holds neither model.safetensors nor" in capsys.readouterr().err
