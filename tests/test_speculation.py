@@ -407,7 +407,7 @@ def test_what_does_not_fit_is_refused_by_name(speculative: dict[str, Any], messa
 
 
 def test_a_draft_model_with_another_vocabulary_is_refused() -> None:
-    foreign = tiny.make_model("llama", vocab_size=5000)
+    foreign = tiny.make_model("llama", vocab_size=tiny.VOCAB // 2)
     with pytest.raises(ValueError, match="same tokenizer"):
         Engine(tiny.family("llama")[0], config={"speculative": {"method": "draft_model", "model": foreign}})
     padded = tiny.make_model("llama", vocab_size=tiny.VOCAB + 8)

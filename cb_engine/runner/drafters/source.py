@@ -38,7 +38,8 @@ from cb_engine.runner.kv_layout import LayerGroup, only
 from cb_engine.runner.probe import AttentionLayer, ModelProfile, profile_model, run_probe
 from cb_engine.runner.shadow import fingerprint, make_shadow
 
-_MOST_PADDING = 1024  # ids by which two models of one tokenizer may differ: they only pad the matrices
+# Ids by which two models of one tokenizer may differ, which only pad the matrices: so many, and such a share.
+_MOST_PADDING, _PADDING_SHARE = 1024, 1 / 8
 
 
 class DraftSource(ABC):
@@ -98,7 +99,8 @@ class OwnModel(DraftSource):
             self._profile = profile_model(model, make_shadow(model))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"the draft model: {error}") from error
-        if abs(self._profile.vocab_size - profile.vocab_size) > _MOST_PADDING:
+        sizes = self._profile.vocab_size, profile.vocab_size
+        if max(sizes) - min(sizes) > min(_MOST_PADDING, _PADDING_SHARE * max(sizes)):
             raise ValueError(
                 f"the draft model has {self._profile.vocab_size} tokens and the model {profile.vocab_size}: it "
                 "has to be one with the same tokenizer"
