@@ -246,12 +246,8 @@ def main(argv: list[str] | None = None) -> int:
         model, tokenizer = load_model(args.model, dtype=args.dtype)
         count = args.num_prompts or args.batch_size
         prompts = make_prompts(args.workload, tokenizer, args.dataset, count, skip=args.skip)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    try:
         plain, drafted = run_rounds(model, prompts, args)
-    except (OSError, ValueError, TypeError) as error:  # a drafter that cannot be loaded, or does not fit
+    except (OSError, ValueError, TypeError) as error:  # something named is not there, or does not fit
         print(f"error: {error}", file=sys.stderr)
         return 2
     report = summarize(args, model.dtype, plain, drafted)

@@ -248,8 +248,12 @@ class DraftController:
         best is hoped for until one step has shown what is true."""
         if not self._fixed_width:
             return self.costs.ratios(num_requests, [num_requests + number for number in numbers])
+        return [self._wide_ratio(num_requests)] * len(numbers)
+
+    def _wide_ratio(self, num_requests: int) -> float:
+        """What a step of the fixed width costs, as far as is known; else as much as one without drafts."""
         measured = self.costs.measured_ratio(num_requests, num_requests * (1 + self._num_tokens))
-        return [1.0 if measured is None else measured] * len(numbers)
+        return 1.0 if measured is None else measured
 
     def _seconds_a_token(self, num_requests: int) -> float:
         """What drafting one token for each of so many requests takes; for a number not seen that of the nearest."""
@@ -263,8 +267,7 @@ class DraftController:
         probe = _PROBE / min(_PROBED, num_requests) * self._seconds_a_token(_PROBED)
         steps = probe / (self.costs.plain(num_requests) or 1.0)
         if self._fixed_width:
-            measured = self.costs.measured_ratio(num_requests, num_requests * (1 + self._num_tokens))
-            steps += max(0.0, (measured or 1.0) - 1.0)
+            steps += max(0.0, self._wide_ratio(num_requests) - 1.0)
         return steps / _PROBE_SHARE
 
     # ---- what is told ----------------------------------------------------------------------------------------

@@ -232,6 +232,7 @@ class OwnCacheDrafter(ChainDrafter):
     def __init__(self, passes: Passes) -> None:
         super().__init__(passes)
         self._rows = ComputedRows(passes.block_size)
+        self._tables: dict[Request, Int32Array] = {}  # of a `propose`
 
     def copied(self, copies: Sequence[BlockCopy]) -> None:
         """See `ChainDrafter.copied`."""
@@ -243,12 +244,12 @@ class OwnCacheDrafter(ChainDrafter):
         """See `Proposer.forget`."""
         self._rows.forget(request)
 
-    def _tables_of(self, requests: Sequence[Request]) -> dict[Request, Int32Array]:
-        """Their blocks, as far as tokens and drafts go."""
+    def _take_tables(self, requests: Sequence[Request]) -> None:
+        """Looks up their blocks, as far as tokens and drafts go."""
         size = self._passes.block_size
         longest = max((request.num_tokens for request in requests), default=0)
         tables = self._passes.tables(requests, -(-(longest + self._passes.num_tokens) // size))
-        return dict(zip(requests, tables[self._passes.group], strict=True))
+        self._tables = dict(zip(requests, tables[self._passes.group], strict=True))
 
 
 def _shifted(table: Int32Array, first: Sequence[int]) -> Int32Array:

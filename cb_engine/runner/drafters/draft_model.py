@@ -12,9 +12,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from cb_engine.kv_cache.block_manager import Int32Array
 from cb_engine.request import Request
-from cb_engine.runner.drafters.chain import ChainDrafter, OwnCacheDrafter, Passes, Span
+from cb_engine.runner.drafters.chain import ChainDrafter, OwnCacheDrafter, Span
 from cb_engine.runner.forward import Forward, logits_forward
 
 
@@ -36,12 +35,8 @@ class DraftModelDrafter(OwnCacheDrafter):
 
     shift = 0
 
-    def __init__(self, passes: Passes) -> None:
-        super().__init__(passes)
-        self._tables: dict[Request, Int32Array] = {}  # of a `propose`
-
     def _first_spans(self, requests: Sequence[Request]) -> list[Span | None]:
-        self._tables = self._tables_of(requests)
+        self._take_tables(requests)
         room = self._passes.buckets.max_num_batched_tokens
         found: list[Span | None] = []
         waiting: list[Span] = []  # rows to be computed in one go, which must not see each other

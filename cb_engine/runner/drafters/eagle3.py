@@ -24,7 +24,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from cb_engine.kv_cache.block_manager import Int32Array
 from cb_engine.request import Request
 from cb_engine.runner.buckets import Bucket, StepKind
 from cb_engine.runner.drafters.chain import OwnCacheDrafter, Passes, Span
@@ -105,7 +104,6 @@ class Eagle3Drafter(OwnCacheDrafter):
         self._hidden_size, self._dtype = hidden_size, dtype
         self._computed: dict[Request, _Computed] = {}  # by the latest step
         self._followed: WeakKeyDictionary[Request, _Followed] = WeakKeyDictionary()
-        self._tables: dict[Request, Int32Array] = {}  # of a `propose`
 
     def observe(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """The target has computed these rows, in this order; their states are in the buffer."""
@@ -130,7 +128,7 @@ class Eagle3Drafter(OwnCacheDrafter):
         """All that the step has computed is followed, also of requests that are not asked for."""
         right = {request: at for request, at in self._computed.items() if request.num_computed_tokens > at.start}
         followed = [request for request in right if not request.is_finished]
-        self._tables = self._tables_of(followed)
+        self._take_tables(followed)
         spans = {request: self._span(request, right[request].start) for request in followed}
         for span in spans.values():
             self._note(span)
