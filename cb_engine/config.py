@@ -43,7 +43,7 @@ class EngineConfig:
         attention_backend: "torch", "native", "static" (plain PyTorch without data-dependent shapes), or "auto": native
             where it can be built.
         scheduler_type: "fifo" lets decodes go first, "prefill_first" lets prompts.
-        max_queue_size: requests that may wait; 0 is unlimited.
+        max_queue_size, max_queued_tokens: requests, and tokens of their prompts, that may wait; 0 is unlimited.
         running_on_weight_change: what becomes of running requests when weights change under them.
         return_logprobs: report the log-probability of every sampled token, also where SamplingParams asks for none.
         seed: makes requests without a seed of their own reproducible too, given the order of submission.
@@ -71,6 +71,7 @@ class EngineConfig:
     attention_backend: Literal["auto", "torch", "native", "static"] = "auto"
     scheduler_type: SchedulerType = "fifo"
     max_queue_size: int = 0
+    max_queued_tokens: int = 0
     running_on_weight_change: RunningPolicy = "recompute"
     return_logprobs: bool = False
     seed: int | None = None
@@ -98,8 +99,10 @@ class EngineConfig:
             raise TypeError(f"max_memory_percent must be a number or None, not {percent!r}")
         if percent is not None and not 0 < percent <= 1:
             raise ValueError(f"max_memory_percent={self.max_memory_percent} must be in (0, 1]: it is a share")
-        if isinstance(self.max_queue_size, bool) or not isinstance(self.max_queue_size, int) or self.max_queue_size < 0:
-            raise ValueError(f"max_queue_size={self.max_queue_size!r} must be 0 (unlimited) or positive")
+        for name in ("max_queue_size", "max_queued_tokens"):
+            limit = getattr(self, name)
+            if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+                raise ValueError(f"{name}={limit!r} must be 0 (unlimited) or positive")
         if not isinstance(self.compile_options, Mapping):
             raise TypeError(f"compile_options must be a dict of torch.compile arguments, not {self.compile_options!r}")
         unknown = self.compile_options.keys() - _COMPILE_OPTIONS
@@ -303,6 +306,7 @@ class ResolvedConfig:
     attention_backend: str
     scheduler_type: SchedulerType
     max_queue_size: int
+    max_queued_tokens: int
     running_on_weight_change: RunningPolicy
     return_logprobs: bool
     seed: int | None
@@ -387,6 +391,7 @@ def resolve_config(
         attention_backend="static" if static else config.attention_backend,
         scheduler_type=config.scheduler_type,
         max_queue_size=config.max_queue_size,
+        max_queued_tokens=config.max_queued_tokens,
         running_on_weight_change=config.running_on_weight_change,
         return_logprobs=config.return_logprobs,
         seed=config.seed,

@@ -189,7 +189,8 @@ class Engine:
         """Hands a command to the engine; may be called from any thread.
 
         Raises:
-            ValueError: an id is in use. QueueFullError: `max_queue_size` requests wait already.
+            ValueError: an id is in use. QueueFullError: `max_queue_size` requests or `max_queued_tokens` of their
+                prompts wait already.
         """
         with self._submit_lock:
             if isinstance(command, Add):
@@ -197,9 +198,13 @@ class Engine:
             self._commands.append(command)
 
     def _let_in(self, requests: Sequence[Request]) -> None:
-        limit = self.config.max_queue_size
+        limit, most_tokens = self.config.max_queue_size, self.config.max_queued_tokens
         if limit and self.num_queued >= limit:
             raise QueueFullError(f"{self.num_queued} requests wait already, max_queue_size is {limit}; try later")
+        if most_tokens and self.num_queued_tokens >= most_tokens:
+            raise QueueFullError(
+                f"{self.num_queued_tokens} prompt tokens wait already, max_queued_tokens is {most_tokens}; try later"
+            )
         ids = {request.request_id for request in requests}
         taken = ids & self._ids
         if taken or len(ids) < len(requests):
@@ -210,7 +215,15 @@ class Engine:
     @property
     def num_queued(self) -> int:
         """Requests that wait, those not yet drained included."""
-        return self._scheduler.num_waiting + sum(len(c.requests) for c in tuple(self._commands) if isinstance(c, Add))
+        return self._scheduler.num_waiting + len(self._undrained())
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of these."""
+        return self._scheduler.num_waiting_tokens + sum(request.num_prompt_tokens for request in self._undrained())
+
+    def _undrained(self) -> list[Request]:
+        return [request for c in tuple(self._commands) if isinstance(c, Add) for request in c.requests]
 
     @property
     def has_work(self) -> bool:
@@ -233,7 +246,7 @@ class Engine:
             output = self._execute(plan)
             self._changed += self._scheduler.update_from_output(plan, output)
             self._speculator.after_step(plan, output, time.perf_counter() - started)
-            self._clock.record(started)
+            self._clock.record(started, plan.num_tokens)
         return self._deliver()
 
     def _deliver(self) -> list[GenerationOutput]:
@@ -277,7 +290,7 @@ class Engine:
 
     def fail_all(self, error: str) -> list[GenerationOutput]:
         """Ends every unfinished request with `finish_reason="error"`; the last thing a broken engine does."""
-        pending = [r for c in self._commands if isinstance(c, Add) for r in c.requests]
+        pending = self._undrained()
         self._commands.clear()
         for request in pending:
             self._scheduler.add(request)
@@ -396,7 +409,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of all counters."""
-        return take_stats(self._scheduler, self._blocks, self._clock)
+        return take_stats(self._scheduler, self._blocks, self._clock, self._runner.coverage)
 
     def check(self) -> None:
         """Verifies that no block is lost or held twice.

@@ -30,6 +30,7 @@ class RequestOptions:
     request_id: str | None = None
     eos_token_id: int | Iterable[int] | None = None  # overrides the model's; -1 turns EOS off
     streaming: bool = False
+    deltas: bool = False  # outputs hold only what is new since the one before; see `GenerationOutput`
     record_timestamps: bool = False
 
     def __post_init__(self) -> None:
@@ -103,6 +104,7 @@ class Intake:
                 seed=derive_seed(base_seed, index),
                 arrival=arrivals[index],
                 streaming=options.streaming,
+                deltas=options.deltas,
                 record_timestamps=options.record_timestamps,
             )
             for index, sample_id in enumerate(ids)

@@ -37,6 +37,9 @@ class TokenLogprob:
 class GenerationOutput:
     """A snapshot of one sample: a copy that the engine never touches again.
 
+    Of a request that asked for deltas, `generated_tokens`, `text` and what is kept per token hold what is new since the
+    output before, and the prompt comes with the first alone.
+
     Attributes:
         request_id: the id; sample `i` of `n` is `ID__child#i`, the last one is `ID` itself.
         prompt_ids, generated_tokens: token ids; an EOS that ended the request is included.

@@ -68,6 +68,7 @@ class Request:
     seed: int = 0  # resolved, 64 bits
     arrival: int = 0  # order of submission, the tie-breaker among equal priorities
     streaming: bool = False
+    deltas: bool = False  # each output holds what is new since the one before
     record_timestamps: bool = False
     fork_group: ForkGroup | None = None
     created_time: float = field(default_factory=time.perf_counter)

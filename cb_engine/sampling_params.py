@@ -84,12 +84,13 @@ class SamplingParams:
     priority: int = 0  # lower runs sooner
     cache_salt: str | None = None  # requests share cached prefixes only with requests of the same salt
     speculative: bool = True  # False: this request's tokens are never guessed, where the engine speculates
+    skip_special_tokens: bool = True  # False: special tokens are part of the text, but for the one that ends it
 
     def __post_init__(self) -> None:
         """Check every field and store it in its one normal form."""
         self._normalise_numbers()
         self._normalise_collections()
-        for name in ("ignore_eos", "speculative"):
+        for name in ("ignore_eos", "speculative", "skip_special_tokens"):
             if type(getattr(self, name)) is not bool:
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.logprobs_mode not in get_args(LogprobsMode):

@@ -31,6 +31,7 @@ FLAGS = [
     "fake_static_device",
 ]
 OPTIONAL_FLAGS = ["decode_fast_path", "pad_decode_batches", "pack_weights", "fuse_modules"]
+QUEUE_LIMITS = ["max_queue_size", "max_queued_tokens"]
 CHOICES = ["attention_backend", "scheduler_type", "running_on_weight_change"]
 
 BAD: list[tuple[str, Any]] = [
@@ -39,7 +40,7 @@ BAD: list[tuple[str, Any]] = [
     *((name, bad) for name in OPTIONAL_FLAGS for bad in (1, "yes")),
     *((name, bad) for name in CHOICES for bad in ("nonsense", None, 3)),
     *(("max_memory_percent", bad) for bad in (0, -0.1, 1.01, 90, float("nan"), "0.5", True)),
-    *(("max_queue_size", bad) for bad in (-1, None, 1.0, "3", True)),
+    *((name, bad) for name in QUEUE_LIMITS for bad in (-1, None, 1.0, "3", True)),
     *(("seed", bad) for bad in (1.0, "3", True)),
     *(("compile_options", bad) for bad in (None, 5, "mode")),
     *(("speculative", bad) for bad in ("ngram", {}, {"method": "medusa"}, {"method": "ngram", "k": 3}, 7)),
@@ -64,7 +65,7 @@ GOOD: list[tuple[str, Any]] = [
     *(("scheduler_type", good) for good in ("fifo", "prefill_first")),
     *(("running_on_weight_change", good) for good in ("recompute", "continue", "abort")),
     *(("max_memory_percent", good) for good in (None, 0.01, 1, 1.0)),
-    *(("max_queue_size", good) for good in (0, 7)),
+    *((name, good) for name in QUEUE_LIMITS for good in (0, 7)),
     *(("seed", good) for good in (None, 0, -3, 2**64 - 1)),
     ("compile_options", {"mode": "default"}),
     *(("speculative", good) for good in (None, SpeculativeConfig(method="ngram"))),
@@ -412,6 +413,7 @@ def test_everything_else_is_handed_through():
         "attention_backend": "torch",
         "scheduler_type": "prefill_first",
         "max_queue_size": 9,
+        "max_queued_tokens": 900,
         "running_on_weight_change": "abort",
         "return_logprobs": True,
         "seed": 5,

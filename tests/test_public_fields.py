@@ -99,6 +99,16 @@ def check_logprobs_mode() -> None:
     assert values[0] != values[1]
 
 
+def check_special_tokens() -> None:
+    script = [*byte_tokenizer.ids_of("one"), byte_tokenizer.BOS, *byte_tokenizer.ids_of("two")]
+    texts = []
+    for skip in (True, False):
+        engine = Engine(ScriptedModel(script), tokenizer=byte_tokenizer.make_tokenizer())
+        engine.add_request([5], SamplingParams(temperature=0.0, skip_special_tokens=skip))
+        texts.append(run(engine)["req_0"].text)
+    assert texts == ["onetwo", "one<s>two"], "the EOS that ended it is part of neither"
+
+
 SAMPLING: dict[str, Callable[[], None]] = {
     "n": check_n,
     "temperature": lambda: _differ(tokens(GREEDY), tokens(RANDOM)),
@@ -128,6 +138,7 @@ SAMPLING: dict[str, Callable[[], None]] = {
     "speculative": lambda: _same(
         [drafted(GREEDY.clone(speculative=wanted)) > 0 for wanted in (True, False)], [True, False]
     ),
+    "skip_special_tokens": check_special_tokens,
 }
 
 
@@ -280,6 +291,17 @@ def check_max_queue_size() -> None:
         engine.add_request(PROMPT, GREEDY)
 
 
+def check_max_queued_tokens() -> None:
+    engine = engine_of(max_queued_tokens=len(PROMPT) + 1)
+    for _ in range(2):
+        engine.add_request(PROMPT, GREEDY)
+    assert engine.num_queued_tokens == 2 * len(PROMPT)
+    with pytest.raises(cb_engine.QueueFullError, match="max_queued_tokens is 6"):
+        engine.add_request(PROMPT, GREEDY)
+    run(engine)
+    assert engine.num_queued_tokens == 0
+
+
 def check_running_on_weight_change() -> None:
     ends = []
     for policy in ("recompute", "continue", "abort"):
@@ -319,6 +341,7 @@ ENGINE: dict[str, Callable[[], None]] = {
     "fake_static_device": check_fake_static_device,
     "scheduler_type": check_scheduler_type,
     "max_queue_size": check_max_queue_size,
+    "max_queued_tokens": check_max_queued_tokens,
     "running_on_weight_change": check_running_on_weight_change,
     "return_logprobs": lambda: _same(len(one(GREEDY, return_logprobs=True).logprobs), 8),
     "seed": check_seed,

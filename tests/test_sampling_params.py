@@ -39,6 +39,7 @@ FULL: dict[str, Any] = {
     "priority": -1,
     "cache_salt": "tenant",
     "speculative": False,
+    "skip_special_tokens": False,
 }
 
 

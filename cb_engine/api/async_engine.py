@@ -1,20 +1,80 @@
 """The engine for asyncio: requests as async iterators. What a server stands on.
 
-Owns nothing but the bridge between the engine thread and event loops; a dropped iterator aborts its request.
+Owns nothing but the bridge between the engine thread and event loops; a dropped iterator aborts its requests.
+
+    engine thread   deliver: put put put ... (one step)
+                             |  one wake-up of the loop, however many outputs
+    event loop      hand out -> the iterators that wait, each gets all that has come for it since it last looked
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from cb_engine.api.manager import ContinuousBatchingManager, post
+from cb_engine.api.manager import ContinuousBatchingManager
 from cb_engine.errors import EngineStoppedError
 from cb_engine.intake import RequestOptions
 from cb_engine.metrics import EngineStats
 from cb_engine.outputs import GenerationOutput
+from cb_engine.request import Request
 from cb_engine.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class _Receiver:
+    """Outputs for one iterator. Belongs to its event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._outputs: list[GenerationOutput] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: GenerationOutput) -> None:
+        """Adds an output and wakes the reader."""
+        self._outputs.append(output)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[GenerationOutput]:
+        """All that has come since the last call, at least one."""
+        if not self._outputs:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+
+class _Bridge:
+    """Carries outputs from the engine thread into one event loop, with one wake-up for all that come together."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._pending: deque[tuple[_Receiver, GenerationOutput]] = deque()
+        self._is_woken = False
+
+    def put(self, receiver: _Receiver, output: GenerationOutput) -> None:
+        """Called on any thread."""
+        self._pending.append((receiver, output))
+        if self._is_woken:
+            return
+        self._is_woken = True
+        try:
+            self._loop.call_soon_threadsafe(self._hand_out)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            logger.debug("the event loop of request %s is closed", output.request_id)
+
+    def _hand_out(self) -> None:
+        self._is_woken = False  # before the queue is read: what comes from here on wakes the loop again
+        while self._pending:
+            receiver, output = self._pending.popleft()
+            receiver.put(output)
 
 
 class AsyncEngine:
@@ -26,6 +86,7 @@ class AsyncEngine:
 
     def __init__(self, manager: ContinuousBatchingManager) -> None:
         self.manager = manager
+        self._bridges: WeakKeyDictionary[asyncio.AbstractEventLoop, _Bridge] = WeakKeyDictionary()
 
     async def __aenter__(self) -> AsyncEngine:
         await self.start()
@@ -55,23 +116,55 @@ class AsyncEngine:
 
         Raises:
             ValueError, TypeError: the request is not valid. EngineStoppedError, EngineError: nothing runs any more.
+            QueueFullError: no room came up in the queue.
+        """
+        asked = RequestOptions(streaming=streaming, **options)
+        requests = await asyncio.to_thread(self.make_requests, prompt, sampling_params or SamplingParams(), asked)
+        async with aclosing(self.run(requests)) as batches:
+            async for outputs in batches:
+                for output in outputs:
+                    yield output
+
+    def make_requests(self, prompt: Any, params: SamplingParams, options: RequestOptions) -> list[Request]:
+        """The samples of one prompt, checked and ready for `run`. May take a while: not for the event loop.
+
+        Raises:
+            ValueError, TypeError: the request is not valid.
+        """
+        return self.manager.engine.intake.make(prompt, params, options)
+
+    async def run(
+        self, requests: Sequence[Request], *, wait: bool = True
+    ) -> AsyncGenerator[list[GenerationOutput], None]:
+        """Submits requests and yields their outputs, in batches of all that has come, until each has had its last.
+
+        Args:
+            wait: see `ContinuousBatchingManager.submit_requests`.
+
+        Raises:
+            QueueFullError, EngineStoppedError, EngineError: see there.
         """
         loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[GenerationOutput] = asyncio.Queue()
-        params = sampling_params or SamplingParams()
-        asked = RequestOptions(streaming=streaming, **options)
-        requests = await asyncio.to_thread(self.manager.engine.intake.make, prompt, params, asked)
+        receiver, bridge = _Receiver(loop), self._bridges.setdefault(loop, _Bridge(loop))
+
+        def sink(output: GenerationOutput) -> None:
+            bridge.put(receiver, output)
 
         left = {request.request_id for request in requests}
+        if wait:
+            submitting = asyncio.ensure_future(asyncio.to_thread(self.manager.submit_requests, requests, sink))
+            try:
+                await asyncio.shield(submitting)
+            except asyncio.CancelledError:  # the thread goes on: what it still submits is nobody's
+                submitting.add_done_callback(lambda _: self.manager.cancel_requests(left))
+                raise
+        else:
+            self.manager.submit_requests(requests, sink, wait=False)
         try:
-            await asyncio.to_thread(
-                self.manager.submit_requests, requests, lambda output: post(loop, arrived.put_nowait, output)
-            )
             while left:
-                output = await arrived.get()
-                if output.is_finished():
-                    left.discard(output.request_id)
-                yield output
+                outputs = await receiver.take()
+                left.difference_update(output.request_id for output in outputs if output.is_finished())
+                yield outputs
         finally:
             self.manager.cancel_requests(left)  # the caller went away
 

@@ -319,8 +319,15 @@ class ContinuousBatchingManager:
         params = given or self._settings.sampling_params(len(token_ids))
         return params.clone(**changes) if changes else params
 
-    def submit_requests(self, requests: Sequence[Request], sink: Sink | None = None) -> None:
-        """Hands requests over, to be delivered to `sink` or to the mailbox; waits while the queue is full."""
+    def submit_requests(self, requests: Sequence[Request], sink: Sink | None = None, *, wait: bool = True) -> None:
+        """Hands requests over, to be delivered to `sink` or to the mailbox.
+
+        Args:
+            wait: wait a while for room if the queue is full. Without it this returns at once.
+
+        Raises:
+            QueueFullError: no room came up. EngineStoppedError, EngineError: nothing is taken any more.
+        """
         ids = [request.request_id for request in requests]
         self._mailbox.open(ids, sink)
         deadline = time.monotonic() + _QUEUE_FULL_WAIT
@@ -329,7 +336,7 @@ class ContinuousBatchingManager:
                 try:
                     return self._thread.submit(Add(requests))
                 except QueueFullError:
-                    if time.monotonic() > deadline or not self.is_running():
+                    if not wait or time.monotonic() > deadline or not self.is_running():
                         raise
                     time.sleep(_QUEUE_POLL)
         except BaseException:

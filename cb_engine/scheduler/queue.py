@@ -13,6 +13,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._items: list[Request] = []
+        self.num_prompt_tokens = 0  # of all of them
 
     def __len__(self) -> int:
         return len(self._items)
@@ -23,7 +24,9 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         """Puts a request in its place."""
         insort(self._items, request, key=lambda r: r.sort_key)
+        self.num_prompt_tokens += request.num_prompt_tokens
 
     def remove(self, request: Request) -> None:
         """Takes a request out, wherever it stands."""
         self._items.remove(request)
+        self.num_prompt_tokens -= request.num_prompt_tokens

@@ -39,6 +39,7 @@ class SchedulerCounters:
     """Running totals, read by metrics."""
 
     num_preemptions: int = 0
+    prefix_query_tokens: int = 0  # of prompts that were looked up in the prefix cache
     prefix_hit_tokens: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -94,6 +95,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests that wait for their first step, or for another after a preemption."""
         return len(self._waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of these."""
+        return self._waiting.num_prompt_tokens
 
     @property
     def has_work(self) -> bool:
@@ -393,6 +399,7 @@ class Scheduler:
         if request.status is Status.WAITING:
             request.num_cached_tokens = num_known_tokens
             request.first_scheduled_time = time.perf_counter()
+            self.counters.prefix_query_tokens += request.num_prompt_tokens
             self.counters.prefix_hit_tokens += num_known_tokens
         request.status = Status.RUNNING
         request.num_computed_tokens = request.num_hit_tokens = num_known_tokens
