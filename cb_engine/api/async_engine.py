@@ -12,8 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -77,6 +76,43 @@ class _Bridge:
             receiver.put(output)
 
 
+class OutputStream:
+    """What comes of submitted requests, in batches of all that has come since the last; ends once each has ended.
+
+    A context manager: whatever has not ended by then is aborted.
+    """
+
+    def __init__(self, manager: ContinuousBatchingManager, requests: Sequence[Request], receiver: _Receiver) -> None:
+        self._manager = manager
+        self._receiver = receiver
+        self._left = {request.request_id for request in requests}
+
+    def __enter__(self) -> OutputStream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> list[GenerationOutput]:
+        if not self._left:
+            raise StopAsyncIteration
+        outputs = await self._receiver.take()
+        self._left.difference_update(output.request_id for output in outputs if output.is_finished())
+        return outputs
+
+    def abort(self) -> None:
+        """Ends what is unfinished; its terminal outputs are still to come."""
+        self._manager.cancel_requests(self._left)
+
+    def close(self) -> None:
+        """The reader goes away."""
+        left, self._left = self._left, set()
+        self._manager.cancel_requests(left)
+
+
 class AsyncEngine:
     """Runs a manager; use it as an async context manager, or call `start` and `stop`.
 
@@ -120,53 +156,44 @@ class AsyncEngine:
         """
         asked = RequestOptions(streaming=streaming, **options)
         requests = await asyncio.to_thread(self.make_requests, prompt, sampling_params or SamplingParams(), asked)
-        async with aclosing(self.run(requests)) as batches:
-            async for outputs in batches:
+        with await self._submit_patiently(requests) as stream:
+            async for outputs in stream:
                 for output in outputs:
                     yield output
 
     def make_requests(self, prompt: Any, params: SamplingParams, options: RequestOptions) -> list[Request]:
-        """The samples of one prompt, checked and ready for `run`. May take a while: not for the event loop.
+        """The samples of one prompt, checked and ready for `submit`. May take a while: not for the event loop.
 
         Raises:
             ValueError, TypeError: the request is not valid.
         """
         return self.manager.engine.intake.make(prompt, params, options)
 
-    async def run(
-        self, requests: Sequence[Request], *, wait: bool = True
-    ) -> AsyncGenerator[list[GenerationOutput], None]:
-        """Submits requests and yields their outputs, in batches of all that has come, until each has had its last.
-
-        Args:
-            wait: see `ContinuousBatchingManager.submit_requests`.
+    def submit(self, requests: Sequence[Request]) -> OutputStream:
+        """Hands requests over without waiting for anything; the stream that it returns has to be closed.
 
         Raises:
-            QueueFullError, EngineStoppedError, EngineError: see there.
+            QueueFullError: there is no room. EngineStoppedError, EngineError: nothing is taken any more.
         """
+        stream, sink = self._open(requests)
+        self.manager.submit_requests(requests, sink, wait=False)
+        return stream
+
+    async def _submit_patiently(self, requests: Sequence[Request]) -> OutputStream:
+        """The same with a while to wait for room."""
+        stream, sink = self._open(requests)
+        submitting = asyncio.ensure_future(asyncio.to_thread(self.manager.submit_requests, requests, sink))
+        try:
+            await asyncio.shield(submitting)
+        except asyncio.CancelledError:  # the thread goes on: what it still submits is nobody's
+            submitting.add_done_callback(lambda _: stream.close())
+            raise
+        return stream
+
+    def _open(self, requests: Sequence[Request]) -> tuple[OutputStream, Callable[[GenerationOutput], None]]:
         loop = asyncio.get_running_loop()
         receiver, bridge = _Receiver(loop), self._bridges.setdefault(loop, _Bridge(loop))
-
-        def sink(output: GenerationOutput) -> None:
-            bridge.put(receiver, output)
-
-        left = {request.request_id for request in requests}
-        if wait:
-            submitting = asyncio.ensure_future(asyncio.to_thread(self.manager.submit_requests, requests, sink))
-            try:
-                await asyncio.shield(submitting)
-            except asyncio.CancelledError:  # the thread goes on: what it still submits is nobody's
-                submitting.add_done_callback(lambda _: self.manager.cancel_requests(left))
-                raise
-        else:
-            self.manager.submit_requests(requests, sink, wait=False)
-        try:
-            while left:
-                outputs = await receiver.take()
-                left.difference_update(output.request_id for output in outputs if output.is_finished())
-                yield outputs
-        finally:
-            self.manager.cancel_requests(left)  # the caller went away
+        return OutputStream(self.manager, requests, receiver), lambda output: bridge.put(receiver, output)
 
     def abort(self, request_id: str) -> None:
         """Ends a request and all its samples; their iterators get terminal outputs."""
