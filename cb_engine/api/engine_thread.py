@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ class EngineThread:
         self._stopping = False
         self._parked = False
         self._has_waited = True  # the engine has stood still since its last step
+        self._step_began: float | None = None  # `time.perf_counter()`; None between steps
         self._pausers: list[threading.Thread] = []
         self._calls: list[Future[Any]] = []  # calls that wait for the engine thread
         self._failure: BaseException | None = None
@@ -60,6 +62,12 @@ class EngineThread:
     def failure(self) -> BaseException | None:
         """What ended the engine, if it failed."""
         return self._failure
+
+    @property
+    def step_seconds(self) -> float:
+        """How long the step under way has taken so far; 0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.perf_counter() - began
 
     def start(self) -> None:
         """Starts the thread. One that runs goes on, also if it had been asked to stop.
@@ -187,7 +195,10 @@ class EngineThread:
                 if self._has_waited:  # weights may have been written meanwhile
                     self._has_waited = False
                     self._engine.sync_weights()
-                self._deliver(self._engine.step())
+                self._step_began = time.perf_counter()
+                outputs = self._engine.step()
+                self._step_began = None
+                self._deliver(outputs)
         except BaseException as error:
             logger.exception("the engine failed")
             failure = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
@@ -220,6 +231,7 @@ class EngineThread:
         with self._state:
             self._failure = self._failure or failure
             self._running = self._parked = False
+            self._step_began = None
             self._stopping = True
             for call in self._calls:
                 if not call.done():

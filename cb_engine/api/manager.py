@@ -95,6 +95,11 @@ class ContinuousBatchingManager:
         return self._thread.is_running
 
     @property
+    def step_seconds(self) -> float:
+        """How long the step under way has taken so far, in seconds; 0 between steps."""
+        return self._thread.step_seconds
+
+    @property
     def failure(self) -> EngineError | None:
         """What ended the engine, if it failed."""
         failure = self._thread.failure
