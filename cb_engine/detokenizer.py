@@ -21,6 +21,7 @@ _REPLACEMENT = "\ufffd"
 # not at the beginning of a text, where some drop a leading space.
 _CONTEXT = 6
 _LONGEST_CHAR = 4  # bytes
+_WORD_START = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -142,12 +143,9 @@ class IncrementalDetokenizer:
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         if token is None:  # a padding row of the embedding, decoded to nothing
             return b""
-        if isinstance(token, bytes):
-            return token
-        if self._byte_level and all(char in _BYTE_OF_CHAR for char in token):
-            return bytes(_BYTE_OF_CHAR[char] for char in token)
-        if match := _BYTE_TOKEN.fullmatch(token):
-            return bytes([int(match[1], 16)])
+        data = _spelt_bytes(token, self._byte_level)
+        if data is not None:
+            return data
         # A slow tokenizer may have its own way to write bytes; a fast one has the two above.
         known = self._is_fast or self._byte_level or _REPLACEMENT in token
         return token.encode() if known else None
@@ -158,6 +156,38 @@ class IncrementalDetokenizer:
             token_ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
+
+
+def token_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """Return the bytes that a single token puts into a text; special tokens are spelt out.
+
+    Args:
+        tokenizer: a transformers tokenizer, fast or slow.
+        token_id: an id; one beyond the vocabulary stands for nothing.
+    """
+    token = tokenizer.convert_ids_to_tokens(token_id)
+    if token is None:
+        return b""
+    steps = _decoding_steps(tokenizer)
+    data = _spelt_bytes(token, "ByteLevel" in steps if steps is not None else hasattr(tokenizer, "byte_decoder"))
+    if data is not None:
+        return data
+    if token.startswith(_WORD_START):  # SentencePiece's mark of a space, which decoding alone drops
+        text: str = token.replace(_WORD_START, " ")
+        return text.encode()
+    text = tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text.encode()
+
+
+def _spelt_bytes(token: str | bytes, is_byte_level: bool) -> bytes | None:
+    """Return the bytes of a token that is written in one of the byte alphabets; None if it is not."""
+    if isinstance(token, bytes):
+        return token
+    if is_byte_level and all(char in _BYTE_OF_CHAR for char in token):
+        return bytes(_BYTE_OF_CHAR[char] for char in token)
+    if match := _BYTE_TOKEN.fullmatch(token):
+        return bytes([int(match[1], 16)])
+    return None
 
 
 def _decoding_steps(tokenizer: Any) -> set[str] | None:

@@ -6,9 +6,11 @@ The first fields are those of transformers' `GenerationOutput`, in its order and
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, TypeVar
+
+T = TypeVar("T")
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -82,3 +84,22 @@ class GenerationOutput:
     def is_finished(self) -> bool:
         """Whether this is the terminal output: nothing follows it."""
         return self.status >= RequestStatus.FINISHED
+
+
+def join_deltas(first: GenerationOutput, second: GenerationOutput) -> GenerationOutput:
+    """One output in place of two deltas of the same request, of which `second` follows `first` at once."""
+    return replace(
+        second,
+        prompt_ids=first.prompt_ids,
+        prompt_logprobs=first.prompt_logprobs,
+        text=None if first.text is None and second.text is None else (first.text or "") + (second.text or ""),
+        generated_tokens=first.generated_tokens + second.generated_tokens,
+        logprobs=first.logprobs + second.logprobs,
+        timestamps=_both(first.timestamps, second.timestamps),
+        top_logprobs=_both(first.top_logprobs, second.top_logprobs),
+        weight_version=first.weight_version + second.weight_version,
+    )
+
+
+def _both(first: list[T] | None, second: list[T] | None) -> list[T] | None:
+    return None if first is None or second is None else first + second

@@ -19,6 +19,21 @@ class ToolFormat(StrEnum):
     MISTRAL_ARGS = "mistral_args"  # [TOOL_CALLS]name[ARGS]{...}; the same parser reads both
     JSON = "json"  # an answer that is nothing but {"name": ..., "arguments": {...}}, or a list of these
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """What the parser looks for and a tokenizer may have as special tokens, which then have to be in the text."""
+        return _TOOL_MARKERS[self]
+
+
+_TOOL_MARKERS: dict[ToolFormat, tuple[str, ...]] = {
+    ToolFormat.HERMES: ("<tool_call>", "</tool_call>"),
+    ToolFormat.QWEN_XML: ("<tool_call>", "</tool_call>"),
+    ToolFormat.LLAMA3_JSON: ("<|python_tag|>",),
+    ToolFormat.MISTRAL: ("[TOOL_CALLS]",),
+    ToolFormat.MISTRAL_ARGS: ("[TOOL_CALLS]", "[ARGS]"),
+    ToolFormat.JSON: (),
+}
+
 
 class ReasoningFormat(StrEnum):
     """How a model marks what it thinks before it answers."""
@@ -35,6 +50,11 @@ class ReasoningFormat(StrEnum):
     def end(self) -> str:
         """The marker behind the reasoning."""
         return _REASONING_MARKERS[self][1]
+
+    @property
+    def markers(self) -> tuple[str, str]:
+        """Both."""
+        return _REASONING_MARKERS[self]
 
     def is_open_in(self, prompt: str) -> bool:
         """Whether a rendered prompt ends inside reasoning, so that the response `starts_in_reasoning`."""

@@ -1,0 +1,312 @@
+"""/v1/chat/completions: from messages to an answer, whole or streamed.
+
+Owns the shapes of answers and chunks. Streams and whole answers go through the same parser, so they say the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cb_engine.api.async_engine import AsyncEngine
+from cb_engine.outputs import GenerationOutput
+from cb_engine.request import Request
+from cb_engine.sampling_params import SamplingParams
+from cb_engine.serve.chat_template import Conversation
+from cb_engine.serve.context import LoadedModel, ServerContext
+from cb_engine.serve.errors import as_api_error, bad_request
+from cb_engine.serve.generation import Generation, Sample
+from cb_engine.serve.parsers import (
+    Content,
+    Event,
+    Reasoning,
+    ResponseParser,
+    Tool,
+    ToolCallArguments,
+    ToolCallStart,
+    collect,
+    make_response_parser,
+    structured_for_tools,
+    validate_tools,
+)
+from cb_engine.serve.protocol.chat import ChatRequest
+from cb_engine.serve.sampling import check_num_samples, sampling_params
+from cb_engine.serve.sse import DONE, event
+from cb_engine.serve.token_texts import chat_logprobs, prompt_logprobs
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """A conversation on its way into the engine, and how its answer is to be read."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    tools: tuple[Tool, ...]  # that the model may call
+    starts_in_reasoning: bool
+
+    def parser(self, model: LoadedModel) -> ResponseParser:
+        """For the text of one answer."""
+        return make_response_parser(
+            tools=model.tool_format if self.tools else None,
+            reasoning=model.reasoning,
+            starts_in_reasoning=self.starts_in_reasoning,
+            functions=self.tools,
+        )
+
+
+def prepare_dialogue(request: ChatRequest, context: ServerContext) -> Dialogue:
+    """Renders, tokenises and checks. Takes time: for the workers.
+
+    Raises:
+        APIError, ValueError, TypeError: something is wrong with the request.
+    """
+    model, limits = context.loaded, context.settings.limits
+    if len(request.tools or ()) > limits.max_tools:
+        raise bad_request(f"tools: {len(request.tools or ())} are more than the limit of {limits.max_tools}", "tools")
+    if request.chat_template is not None and not context.settings.trust_request_chat_template:
+        raise bad_request("chat_template: this server takes no templates from requests", "chat_template")
+    definitions = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+    tools = validate_tools(definitions)
+    told = request.tool_choice != "none"
+    token_ids = model.template.render(
+        Conversation(
+            messages=request.messages,
+            tools=definitions if told else (),
+            template=request.chat_template,
+            variables=_variables(request),
+            add_generation_prompt=_adds_generation_prompt(request),
+            continue_final_message=bool(request.continue_final_message),
+        )
+    )
+    in_reasoning = model.reasoning is not None and model.reasoning.is_open_in(_end_of(model, token_ids))
+    params = sampling_params(
+        request,
+        defaults={**model.defaults, **_visible_markers(model, bool(tools) and told)},
+        limits=limits,
+        max_tokens=request.token_limit,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        structured=_enforced(request, tools, model, in_reasoning),
+    )
+    return Dialogue(token_ids, params, tools if told else (), in_reasoning)
+
+
+def _variables(request: ChatRequest) -> dict[str, Any]:
+    variables = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        variables["reasoning_effort"] = request.reasoning_effort
+    return variables
+
+
+def _adds_generation_prompt(request: ChatRequest) -> bool:
+    if request.add_generation_prompt is not None:
+        return request.add_generation_prompt
+    return not request.continue_final_message
+
+
+def _end_of(model: LoadedModel, token_ids: Sequence[int]) -> str:
+    text: str = model.tokenizer.decode(token_ids[-16:], skip_special_tokens=False)
+    return text
+
+
+def _visible_markers(model: LoadedModel, with_tools: bool) -> dict[str, Any]:
+    """Where the markers that the parser looks for are special tokens, the text has to hold them."""
+    markers = model.tool_format.markers if with_tools else ()
+    markers += model.reasoning.markers if model.reasoning is not None else ()
+    return {"skip_special_tokens": False} if any(marker in model.special_tokens for marker in markers) else {}
+
+
+def _enforced(
+    request: ChatRequest, tools: Sequence[Tool], model: LoadedModel, in_reasoning: bool
+) -> dict[str, str] | None:
+    """The grammar of a `tool_choice` that has to be followed."""
+    if request.tool_choice in (None, "auto", "none"):
+        return None
+    choice: Any = "required"
+    if request.named_tool is not None:
+        choice = {"type": "function", "function": {"name": request.named_tool}}
+    return structured_for_tools(
+        tools,
+        choice,
+        model.tool_format,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        reasoning=model.reasoning,
+        starts_in_reasoning=in_reasoning,
+        special_tokens=model.special_tokens,
+    )
+
+
+class ChatAnswer:
+    """What all answers to one request have in common, and how each is written."""
+
+    def __init__(self, request: ChatRequest, dialogue: Dialogue, context: ServerContext, answer_id: str) -> None:
+        self._request = request
+        self._dialogue = dialogue
+        self._model = context.loaded
+        self._id = answer_id
+        self._created = int(time.time())
+        self._model_name = request.model or context.settings.model_name
+        self._retry_after = context.settings.retry_after
+        self._parsers = [dialogue.parser(self._model) for _ in range(request.num_samples)]
+        self._has_called = [False] * request.num_samples
+
+    # ---- whole -------------------------------------------------------------------------------------------------
+
+    async def whole(self, generation: Generation) -> dict[str, Any]:
+        """The answer to a request that does not stream."""
+        outputs = await generation.all()
+        choices = [self._choice(Sample(i, output)) for i, output in enumerate(outputs)]
+        answer = self._head("chat.completion") | {"choices": choices, "usage": generation.usage.as_openai()}
+        if self._request.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(self._model.texts, outputs[0])
+        if self._request.return_token_ids:
+            answer["prompt_token_ids"] = outputs[0].prompt_ids
+        return answer
+
+    def _choice(self, sample: Sample) -> dict[str, Any]:
+        events = self._read(sample)
+        parsed = collect(events)
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
+        if not parsed.tool_calls:
+            message["content"] = parsed.content or ""
+        if self._shows_reasoning and parsed.reasoning is not None:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in parsed.tool_calls
+            ]
+        choice = {"index": sample.choice, "message": message, "finish_reason": self._finish_reason(sample)}
+        return choice | self._details(sample.output)
+
+    # ---- streamed ----------------------------------------------------------------------------------------------
+
+    async def chunks(self, generation: Generation, first: Sequence[Sample]) -> AsyncGenerator[bytes, None]:
+        """The events of a stream.
+
+        Args:
+            first: the first batch, which was waited for before the answer's status was certain.
+        """
+        started = set[int]()
+        try:
+            for sample in first:
+                yield self._chunk_of(sample, started)
+            async for batch in generation.batches():
+                for sample in batch:
+                    yield self._chunk_of(sample, started)
+        except Exception as error:
+            yield event(as_api_error(error, retry_after=self._retry_after).body())
+            yield DONE
+            return
+        if self._request.includes_usage:
+            yield event(self._chunk([]) | {"usage": generation.usage.as_openai()})
+        yield DONE
+
+    def _chunk_of(self, sample: Sample, started: set[int]) -> bytes:
+        deltas = [self._delta(piece, sample.choice) for piece in self._read(sample)]
+        if sample.choice not in started:
+            deltas = [{"role": "assistant", "content": ""}, *deltas]
+        first = self._chunk([])
+        if sample.choice not in started and self._request.return_token_ids:
+            first["prompt_token_ids"] = sample.output.prompt_ids
+        if sample.choice not in started and self._request.prompt_logprobs is not None:
+            first["prompt_logprobs"] = prompt_logprobs(self._model.texts, sample.output)
+        started.add(sample.choice)
+        delta = _merged(deltas)
+        rest = delta[1:]
+        finish = self._finish_reason(sample) if sample.output.is_finished() else None
+        choice = {"index": sample.choice, "delta": delta[0] if delta else {}, "finish_reason": None}
+        choice |= self._details(sample.output)
+        if not rest:
+            choice["finish_reason"] = finish
+        data = event(first | {"choices": [choice]})
+        for number, other in enumerate(rest, start=1):
+            last = finish if number == len(rest) else None
+            data += event(self._chunk([{"index": sample.choice, "delta": other, "finish_reason": last}]))
+        return data
+
+    def _delta(self, piece: Event, choice: int) -> dict[str, Any]:
+        match piece:
+            case Content(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text} if self._shows_reasoning else {}
+            case ToolCallStart(index, call_id, name):
+                function: dict[str, Any] = {"name": name, "arguments": ""}
+                return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+            case ToolCallArguments(index, text):
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = self._head("chat.completion.chunk") | {"choices": choices}
+        return chunk | {"usage": None} if self._request.includes_usage else chunk
+
+    # ---- both --------------------------------------------------------------------------------------------------
+
+    @property
+    def _shows_reasoning(self) -> bool:
+        return self._request.include_reasoning is not False
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model_name}
+
+    def _read(self, sample: Sample) -> list[Event]:
+        """The events of a sample's new text."""
+        parser = self._parsers[sample.choice]
+        events = parser.feed(sample.output.text or "")
+        if sample.output.is_finished():
+            events += parser.finish()
+        self._has_called[sample.choice] |= any(isinstance(piece, ToolCallStart) for piece in events)
+        return events
+
+    def _finish_reason(self, sample: Sample) -> str | None:
+        """OpenAI's word for an end. A call that was cut off is no call: its client must not run it."""
+        reason = sample.output.finish_reason
+        if reason == "stop" and self._has_called[sample.choice]:
+            return "length" if self._parsers[sample.choice].is_truncated else "tool_calls"
+        return reason
+
+    def _details(self, output: GenerationOutput) -> dict[str, Any]:
+        """What a choice holds beside its text."""
+        details: dict[str, Any] = {"logprobs": None}
+        if self._request.logprobs:
+            details["logprobs"] = chat_logprobs(
+                self._model.texts,
+                output,
+                self._request.top_logprobs or 0,
+                as_ids=bool(self._request.return_tokens_as_token_ids),
+            )
+        if self._request.return_token_ids:
+            details["token_ids"] = output.generated_tokens
+        if output.is_finished():
+            details["stop_reason"] = output.stop_reason if output.finish_reason == "stop" else None
+        return details
+
+
+def _merged(deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Fewer deltas: the role goes along with whatever is first, and what is empty goes."""
+    merged: list[dict[str, Any]] = []
+    for delta in deltas:
+        if merged and "role" in merged[-1] and len(merged) == 1:
+            merged[-1] = merged[-1] | delta
+        elif delta:
+            merged.append(delta)
+    return merged
+
+
+async def prepare_chat(
+    request: ChatRequest, engine: AsyncEngine, context: ServerContext, answer_id: str
+) -> tuple[ChatAnswer, list[list[Request]]]:
+    """All that comes before the engine.
+
+    Raises:
+        APIError, ValueError, TypeError: something is wrong with the request.
+    """
+    context.check_model(request.model)
+    check_num_samples(request.num_samples, context.settings.limits)
+    dialogue = await context.workers.run(prepare_dialogue, request, context)
+    groups = await context.prepare(
+        engine, [dialogue.token_ids], dialogue.params, answer_id, streaming=bool(request.stream)
+    )
+    return ChatAnswer(request, dialogue, context, answer_id), groups

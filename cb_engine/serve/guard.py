@@ -1,0 +1,138 @@
+"""What every request passes first: who may ask, from where, in which form; and the last word on errors.
+
+Owns the rule "no unless listed": a route is open only if it stands in `_OPEN`, so a new one cannot be forgotten. Admin
+routes want a key of their own, and are not there without one.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Mapping
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cb_engine.serve.errors import APIError, ClientGoneError, as_api_error
+from cb_engine.serve.metrics import ServerMetrics
+from cb_engine.serve.settings import ServeSettings
+
+logger = logging.getLogger(__name__)
+
+ADMIN_ROUTES = frozenset({"/pause", "/resume", "/update_weights", "/reset_prefix_cache", "/weight_info"})
+_OPEN = frozenset({"/health", "/metrics"})
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Guard:
+    """ASGI middleware; see the module docstring."""
+
+    def __init__(self, app: ASGIApp, settings: ServeSettings, metrics: ServerMetrics) -> None:
+        self._app = app
+        self._settings = settings
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See the ASGI specification."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = _Exchange(scope, send, self._metrics)
+        try:
+            self._check(scope, exchange.headers)
+            await self._app(scope, receive, exchange.send)
+        except ClientGoneError:
+            self._metrics.client_gone()
+            exchange.status = exchange.status or 499
+        except Exception as error:
+            refusal = as_api_error(error, retry_after=self._settings.retry_after)
+            if exchange.status is None:
+                answer = JSONResponse(refusal.body(), refusal.status, dict(refusal.headers))
+                await answer(scope, receive, exchange.send)
+        finally:
+            exchange.log()
+
+    def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        self._check_host(headers)
+        self._check_key(scope["path"], headers)
+        has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if scope["method"] == "POST" and has_body and kind != b"application/json":
+            # Anything else could be sent by a page of another site without asking first.
+            raise APIError(415, "the body must have the content type application/json", code="unsupported_media_type")
+
+    def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
+        if not self._settings.allowed_hosts:
+            return
+        host = headers.get(b"host", b"").decode("latin-1")
+        name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
+        if name.lower() not in self._settings.allowed_hosts:
+            raise APIError(403, f"the host {name!r} is not served here; see --allowed-hosts", code="host_not_allowed")
+
+    def _check_key(self, path: str, headers: Mapping[bytes, bytes]) -> None:
+        settings = self._settings
+        if path in ADMIN_ROUTES:
+            if settings.admin_key is None:
+                raise APIError(404, "admin routes are off; start the server with --admin-key", code="admin_off")
+            if not _is_key(_bearer(headers), settings.admin_key):
+                raise APIError(401, "the admin key is missing or wrong", code="invalid_api_key")
+        elif settings.api_key is not None and path not in _OPEN:
+            given = _bearer(headers) or _basic(headers)
+            # Both are compared, whatever the first comparison says.
+            known = _is_key(given, settings.api_key) | _is_key(given, settings.admin_key)
+            if not known:
+                raise APIError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+
+class _Exchange:
+    """One request and its answer, as far as the log and the metrics care."""
+
+    def __init__(self, scope: Scope, send: Send, metrics: ServerMetrics) -> None:
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.status: int | None = None
+        self._scope = scope
+        self._send = send
+        self._metrics = metrics
+        self._began = time.perf_counter()
+        given = self.headers.get(b"x-request-id", b"").decode("latin-1")
+        self._id = given if _REQUEST_ID.fullmatch(given) else str(uuid.uuid4())
+
+    async def send(self, message: Message) -> None:
+        """Passes the answer on, with the request's id on it."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self._metrics.answered(message["status"])
+            message = {**message, "headers": [*message["headers"], (b"x-request-id", self._id.encode())]}
+        await self._send(message)
+
+    def log(self) -> None:
+        """One line for the request."""
+        seconds = time.perf_counter() - self._began
+        logger.info(
+            "%s %s %s %s %.3fs", self._id, self._scope["method"], self._scope["path"], self.status or 500, seconds
+        )
+
+
+def _bearer(headers: Mapping[bytes, bytes]) -> bytes:
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _basic(headers: Mapping[bytes, bytes]) -> bytes:
+    """The password that a browser has asked for."""
+    scheme, _, coded = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() != b"basic":
+        return b""
+    try:
+        return base64.b64decode(coded, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
+
+
+def _is_key(given: bytes, key: str | None) -> bool:
+    return key is not None and hmac.compare_digest(given, key.encode())

@@ -1,0 +1,1 @@
+"""What clients may send: one module per interface. Owns names, types and shapes; knows no engine."""

@@ -1,0 +1,138 @@
+"""What the interfaces have in common: strict models, and the fields of sampling.
+
+A field that is not known is refused. So is one that OpenAI's own interface has and this server could only ignore, with
+the reason.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+TokenIds = list[Annotated[int, Field(ge=0)]]
+
+
+class StrictModel(BaseModel):
+    """No unknown fields, and no silent conversions ("3" is no number)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class RequestModel(StrictModel):
+    """Base of all bodies."""
+
+    # Fields of OpenAI's that ask for what there is not: name -> (values that ask for nothing, why not).
+    refused: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in cls.refused.keys() & data.keys():
+            harmless, reason = cls.refused[name]
+            if data[name] is not None and data[name] not in harmless:
+                raise ValueError(f"{name} is not supported: {reason}")
+        return {name: value for name, value in data.items() if name not in cls.refused}
+
+
+class StreamOptions(StrictModel):
+    """What a stream holds beside the text."""
+
+    include_usage: bool = False
+
+
+class JsonSchema(StrictModel):
+    """OpenAI's wrapping of a JSON schema."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None  # it is always kept to
+
+
+class ResponseFormat(StrictModel):
+    """OpenAI's way to ask for JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("response_format: type json_schema and the field json_schema belong together")
+        return self
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's way to ask for a form; exactly one."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """In the words of the engine's `StructuredOutput`."""
+        given = {
+            "json_schema": self.json_,
+            "json_object": self.json_object,
+            "regex": self.regex,
+            "choice": self.choice,
+            "grammar": self.grammar,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class SamplingFields(RequestModel):
+    """Fields of sampling that all interfaces know: OpenAI's, then those of vLLM and SGLang. None: the default."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # goes to the log
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: TokenIds | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: TokenIds | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    speculative: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is for stream=true; leave it out")
+        return self
+
+    @property
+    def num_samples(self) -> int:
+        """Of each prompt."""
+        return self.n or 1
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a chunk on usage."""
+        return self.stream_options is not None and self.stream_options.include_usage

@@ -1,0 +1,152 @@
+"""Runs an application under uvicorn: bounded headers, signals, drain and exit code.
+
+SIGTERM   no more requests are taken, /health says so, what runs goes on for `shutdown_timeout`, exit code 0
+again     everything ends at once, exit code 1
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from cb_engine.serve.context import ServerContext
+from cb_engine.serve.settings import ServeSettings
+
+logger = logging.getLogger(__name__)
+
+_POLL = 0.05
+_CLOSING_S = 5  # for connections to end once nothing runs any more
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server that ends as the module docstring says."""
+
+    def __init__(self, config: uvicorn.Config, context: ServerContext) -> None:
+        super().__init__(config)
+        self._context = context
+        self._ending: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's own handlers would stop listening at once, and end with the signal's exit code."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals belong to the main thread
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn; from here on a model that cannot be loaded ends the server."""
+        await super().startup(sockets)
+        self._watch = asyncio.create_task(self._end_without_model())
+
+    async def _end_without_model(self) -> None:
+        while not self.should_exit:
+            if self._context.host.load_error is not None:
+                self.should_exit = True
+            await asyncio.sleep(_POLL)
+
+    def _on_signal(self, number: int) -> None:
+        if self._ending is not None:
+            logger.warning("told to end again: ending at once")
+            os._exit(1)
+        logger.info("%s: no more requests are taken", signal.Signals(number).name)
+        self._ending = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        self._context.host.begin_drain()
+        deadline = asyncio.get_running_loop().time() + self._context.settings.shutdown_timeout
+        while self._context.under_way and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(_POLL)
+        if self._context.under_way:
+            logger.warning("%d requests are cut off", len(self._context.under_way))
+        await self._context.host.stop()  # what still runs gets its last output
+        self.should_exit = True
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's fast parser keeps as many headers as come; this one does not."""
+
+    max_header_bytes = 64 << 10
+    _num_header_bytes = 0
+    _in_headers = True
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        if self._in_headers:
+            self._num_header_bytes += len(data)
+        super().data_received(data)
+        if self._in_headers and self._num_header_bytes > self.max_header_bytes and not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n")
+            self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        """A callback of the parser."""
+        self._in_headers = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """A callback of the parser."""
+        super().on_message_complete()
+        self._in_headers, self._num_header_bytes = True, 0
+
+
+def make_server(app: FastAPI, *, host: str, port: int, log_level: str = "info") -> Server:
+    """A server for an application of `build_app`, ready to run.
+
+    Args:
+        port: 0 takes any that is free.
+    """
+    context: ServerContext = app.state.context
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http=_protocol(context.settings),
+        ws="none",
+        lifespan="on",
+        log_level=log_level,
+        access_log=False,  # `guard.py` writes one line for each request
+        server_header=False,
+        date_header=False,
+        timeout_graceful_shutdown=_CLOSING_S,
+        backlog=2048,
+    )
+    return Server(config, context)
+
+
+def _protocol(settings: ServeSettings) -> Any:
+    limit = {"max_header_bytes": settings.limits.max_header_bytes}
+    return type("BoundedProtocol", (BoundedProtocol,), limit)
+
+
+def run_server(app: FastAPI, *, host: str, port: int, log_level: str = "info") -> int:
+    """Serves until told to end.
+
+    Returns:
+        the exit code: 0 after a drain, 1 if the model could not be loaded or the port not be had.
+    """
+    server = make_server(app, host=host, port=port, log_level=log_level)
+    try:
+        server.run()
+    except SystemExit:  # uvicorn's way to say that it could not listen
+        return 1
+    context: ServerContext = app.state.context
+    return 1 if context.host.load_error is not None or not server.started else 0

@@ -1,0 +1,100 @@
+"""Server-sent events, and who waits for them.
+
+Owns the rule that a client which goes away ends its work, streaming or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cb_engine.serve.errors import ClientGoneError
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+
+
+def to_json(value: Any) -> bytes:
+    """Compact JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def event(value: Any, name: str | None = None) -> bytes:
+    """One event; a name is what `/v1/responses` has."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + to_json(value) + b"\n\n"
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled if the client goes away before.
+
+    Raises:
+        ClientGoneError: it did. Whatever the work raises.
+    """
+    task = asyncio.ensure_future(work)
+    if not await _ends_connected(task, request.receive):
+        raise ClientGoneError
+    return task.result()
+
+
+class EventStream(Response):
+    """Sends events as they come. A client that goes away ends the generator, also while it waits for its next event.
+
+    Args:
+        on_end: called in the end, whatever it is.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> None:
+        self._events = events
+        self._on_end = on_end
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends all of it; see the ASGI specification."""
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            task = asyncio.ensure_future(self._send_events(send))
+            if not await _ends_connected(task, receive):
+                raise ClientGoneError
+            task.result()
+        finally:
+            self._on_end()
+
+    async def _send_events(self, send: Send) -> None:
+        try:
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            await self._events.aclose()
+
+
+async def _ends_connected(task: asyncio.Future[Any], receive: Receive) -> bool:
+    """Whether `task` is done before the client is gone; else it is cancelled."""
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.done()
+    finally:
+        for other in (task, gone):
+            if not other.done():
+                other.cancel()
+                with suppress(asyncio.CancelledError):
+                    await other
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
