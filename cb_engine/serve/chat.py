@@ -32,6 +32,7 @@ from cb_engine.serve.parsers import (
     validate_tools,
 )
 from cb_engine.serve.protocol.chat import ChatRequest
+from cb_engine.serve.reasoning_tokens import ReasoningTokens
 from cb_engine.serve.sampling import check_num_samples, sampling_params
 from cb_engine.serve.sse import DONE, event
 from cb_engine.serve.token_texts import chat_logprobs, prompt_logprobs
@@ -45,6 +46,10 @@ class Dialogue:
     params: SamplingParams
     tools: tuple[Tool, ...]  # that the model may call
     starts_in_reasoning: bool
+
+    def reasoning_tokens(self, model: LoadedModel) -> ReasoningTokens:
+        """For the tokens of one answer."""
+        return ReasoningTokens(model.reasoning, model.texts, is_open=self.starts_in_reasoning)
 
     def parser(self, model: LoadedModel) -> ResponseParser:
         """For the text of one answer."""
@@ -149,6 +154,7 @@ class ChatAnswer:
         self._model_name = request.model or context.settings.model_name
         self._retry_after = context.settings.retry_after
         self._parsers = [dialogue.parser(self._model) for _ in range(request.num_samples)]
+        self._reasoning_tokens = [dialogue.reasoning_tokens(self._model) for _ in range(request.num_samples)]
         self._has_called = [False] * request.num_samples
 
     # ---- whole -------------------------------------------------------------------------------------------------
@@ -156,7 +162,7 @@ class ChatAnswer:
     async def whole(self, generation: Generation) -> dict[str, Any]:
         """The answer to a request that does not stream."""
         outputs = await generation.all()
-        choices = [self._choice(Sample(i, output)) for i, output in enumerate(outputs)]
+        choices = [self._choice(Sample(i, output), generation) for i, output in enumerate(outputs)]
         answer = self._head("chat.completion") | {"choices": choices, "usage": generation.usage.as_openai()}
         if self._request.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(self._model.texts, outputs[0])
@@ -164,8 +170,8 @@ class ChatAnswer:
             answer["prompt_token_ids"] = outputs[0].prompt_ids
         return answer
 
-    def _choice(self, sample: Sample) -> dict[str, Any]:
-        events = self._read(sample)
+    def _choice(self, sample: Sample, generation: Generation) -> dict[str, Any]:
+        events = self._read(sample, generation)
         parsed = collect(events)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
         if not parsed.tool_calls:
@@ -191,10 +197,10 @@ class ChatAnswer:
         started = set[int]()
         try:
             for sample in first:
-                yield self._chunk_of(sample, started)
+                yield self._chunk_of(sample, started, generation)
             async for batch in generation.batches():
                 for sample in batch:
-                    yield self._chunk_of(sample, started)
+                    yield self._chunk_of(sample, started, generation)
         except Exception as error:
             yield event(as_api_error(error, retry_after=self._retry_after).body())
             yield DONE
@@ -203,8 +209,8 @@ class ChatAnswer:
             yield event(self._chunk([]) | {"usage": generation.usage.as_openai()})
         yield DONE
 
-    def _chunk_of(self, sample: Sample, started: set[int]) -> bytes:
-        deltas = [self._delta(piece, sample.choice) for piece in self._read(sample)]
+    def _chunk_of(self, sample: Sample, started: set[int], generation: Generation) -> bytes:
+        deltas = [self._delta(piece) for piece in self._read(sample, generation)]
         if sample.choice not in started:
             deltas = [{"role": "assistant", "content": ""}, *deltas]
         first = self._chunk([])
@@ -226,7 +232,7 @@ class ChatAnswer:
             data += event(self._chunk([{"index": sample.choice, "delta": other, "finish_reason": last}]))
         return data
 
-    def _delta(self, piece: Event, choice: int) -> dict[str, Any]:
+    def _delta(self, piece: Event) -> dict[str, Any]:
         match piece:
             case Content(text):
                 return {"content": text}
@@ -251,8 +257,10 @@ class ChatAnswer:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model_name}
 
-    def _read(self, sample: Sample) -> list[Event]:
+    def _read(self, sample: Sample, generation: Generation) -> list[Event]:
         """The events of a sample's new text."""
+        count = self._reasoning_tokens[sample.choice].add(sample.output.generated_tokens)
+        generation.usage.reasoning_tokens += count
         parser = self._parsers[sample.choice]
         events = parser.feed(sample.output.text or "")
         if sample.output.is_finished():

@@ -33,7 +33,7 @@ class Usage:
     def __init__(self, groups: Sequence[Sequence[Request]]) -> None:
         self.prompt_tokens = sum(group[0].num_prompt_tokens for group in groups)
         self.completion_tokens = 0
-        self.reasoning_tokens = 0
+        self.reasoning_tokens = 0  # told by whoever reads the text
         self._groups = groups
 
     @property
@@ -49,6 +49,7 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
 

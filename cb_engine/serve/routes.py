@@ -20,13 +20,23 @@ from cb_engine.serve.context import ServerContext
 from cb_engine.serve.generation import Generation, Sample
 from cb_engine.serve.metrics import CONTENT_TYPE
 from cb_engine.serve.openapi import error_responses, json_route
+from cb_engine.serve.protocol.admin import UpdateWeightsRequest
 from cb_engine.serve.protocol.chat import ChatRequest
 from cb_engine.serve.protocol.completions import CompletionRequest
+from cb_engine.serve.protocol.responses import ResponsesRequest
 from cb_engine.serve.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from cb_engine.serve.responses import prepare_response
 from cb_engine.serve.sse import EventStream, while_connected
 from cb_engine.serve.tokens import detokenize, tokenize
 
-BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)  # for the published description
+BODIES = (  # for the published description
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    UpdateWeightsRequest,
+)
 
 B = TypeVar("B", bound=Any)
 
@@ -84,6 +94,11 @@ def make_router(context: ServerContext) -> APIRouter:
     async def completions(http: HTTPRequest) -> Response:
         body = await read_body(http, CompletionRequest, settings, context.workers)
         return await answer(http, context, body, prepare_completion, f"cmpl-{uuid.uuid4().hex}")
+
+    @json_route(router, "/v1/responses", ResponsesRequest, "Answers a conversation, in items.", streams=True)
+    async def responses(http: HTTPRequest) -> Response:
+        body = await read_body(http, ResponsesRequest, settings, context.workers)
+        return await answer(http, context, body, prepare_response, f"resp_{uuid.uuid4().hex}")
 
     @json_route(router, "/tokenize", TokenizeRequest, "Text, or a conversation, into token ids.")
     async def tokenize_(http: HTTPRequest) -> Response:

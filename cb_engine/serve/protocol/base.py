@@ -86,8 +86,26 @@ class StructuredOutputs(StrictModel):
         return {name: value for name, value in given.items() if value is not None}
 
 
-class SamplingFields(RequestModel):
-    """Fields of sampling that all interfaces know: OpenAI's, then those of vLLM and SGLang. None: the default."""
+class EngineFields(RequestModel):
+    """Fields beyond OpenAI's, as in vLLM and SGLang; all interfaces know them. None: the default."""
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: TokenIds | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: TokenIds | None = None
+    skip_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    speculative: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+class SamplingFields(EngineFields):
+    """What chats and completions have in common."""
 
     model: str | None = None
     temperature: float | None = None
@@ -101,25 +119,11 @@ class SamplingFields(RequestModel):
     logit_bias: dict[str, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None  # goes to the log
-
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: TokenIds | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: TokenIds | None = None
-    skip_special_tokens: bool | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    speculative: bool | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    user: str | None = None  # goes to the log
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingFields:
