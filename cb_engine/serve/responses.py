@@ -35,22 +35,23 @@ class Items:
         self.items: list[dict[str, Any]] = []
         self._with_logprobs = with_logprobs
         self._open = False  # whether the last item still grows
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
 
     def take(self, events: Sequence[Event], logprobs: list[dict[str, Any]]) -> Iterator[Typed]:
         """Lets the output grow.
 
         Args:
-            logprobs: of the tokens behind these events.
+            logprobs: of the tokens that have come, less those of reasoning.
         """
+        self._logprobs += logprobs
         for piece in events:
             match piece:
                 case Content(text):
                     yield from self._ensure("message")
-                    yield self._grow("response.output_text.delta", "text", text, logprobs)
-                    logprobs = []  # they go with the first piece
+                    yield self._grow("response.output_text.delta", text, self._take_logprobs())
                 case Reasoning(text):
                     yield from self._ensure("reasoning")
-                    yield self._grow("response.reasoning_text.delta", "text", text)
+                    yield self._grow("response.reasoning_text.delta", text)
                 case ToolCallStart(_, call_id, name):
                     yield from self.close("completed")
                     yield self._add({"type": "function_call", "call_id": call_id, "name": name, "arguments": ""})
@@ -71,7 +72,10 @@ class Items:
                 yield self._of_item("response.function_call_arguments.done", arguments=arguments, name=item["name"])
             case "message":
                 part = item["content"][0]
-                logprobs = part["logprobs"] if self._with_logprobs else []
+                logprobs = []
+                if self._with_logprobs:
+                    part["logprobs"] += self._take_logprobs()  # of tokens without text, an EOS for one
+                    logprobs = part["logprobs"]
                 yield self._of_part("response.output_text.done", text=part["text"], logprobs=logprobs)
                 yield self._of_part("response.content_part.done", part=part)
             case "reasoning":
@@ -102,9 +106,13 @@ class Items:
         shown = {name: list(v) if isinstance(v, list) else v for name, v in self.items[-1].items()}
         return {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": shown}
 
-    def _grow(self, kind: str, name: str, text: str, logprobs: list[dict[str, Any]] | None = None) -> Typed:
+    def _take_logprobs(self) -> list[dict[str, Any]]:
+        taken, self._logprobs = self._logprobs, []
+        return taken
+
+    def _grow(self, kind: str, text: str, logprobs: list[dict[str, Any]] | None = None) -> Typed:
         part = self.items[-1]["content"][0]
-        part[name] += text
+        part["text"] += text
         if logprobs is None:
             return self._of_part(kind, delta=text)
         if self._with_logprobs:
@@ -182,11 +190,12 @@ class ResponsesAnswer:
         yield self._event({"type": f"response.{self._response['status']}", "response": self._response})
 
     def _take(self, output: GenerationOutput, generation: Generation) -> Iterator[Typed]:
-        generation.usage.reasoning_tokens += self._reasoning_tokens.add(output.generated_tokens)
+        num_reasoning = self._reasoning_tokens.add(output.generated_tokens)
+        generation.usage.reasoning_tokens += num_reasoning
         events = self._parser.feed(output.text or "")
         if output.is_finished():
             events += self._parser.finish()
-        yield from self._items.take(events, self._logprobs(output))
+        yield from self._items.take(events, self._logprobs(output)[num_reasoning:])
         if output.is_finished():
             yield from self._items.close("incomplete" if self._is_cut_off(output) else "completed")
 
