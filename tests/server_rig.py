@@ -13,6 +13,7 @@ import byte_tokenizer
 import httpx
 import openai
 import tiny
+import torch
 from scripted_model import ScriptedModel
 
 from cb_engine import EngineConfig
@@ -46,6 +47,26 @@ def random_model(**changes: Any) -> Any:
 def says(text: str, prompt: str = PROMPT) -> ScriptedModel:
     """A model whose greedy answer to `prompt` is `text`."""
     return ScriptedModel(byte_tokenizer.ids_of(text), prompt_length=len(prompt.encode()))
+
+
+class Gate:
+    """Lets the model's steps pass, or holds them."""
+
+    def __init__(self, model: Any) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.failures = 0
+        model.hook.append(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
+        return self
+
+    def __call__(self, positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        assert self.open.wait(30)
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("the device is gone")
+        return logits
 
 
 class ServerRig:

@@ -1,12 +1,11 @@
 """Routes for whoever runs the server, or trains the model that it serves; `guard.py` asks for the admin key.
 
-Owns the pause. Weights come from safetensors files below one folder, never from the request or from pickles.
+Weights come from safetensors files below one folder, never from the request or from pickles.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,68 +21,32 @@ from cb_engine.serve.body import read_body
 from cb_engine.serve.context import ServerContext
 from cb_engine.serve.errors import APIError, bad_request
 from cb_engine.serve.openapi import error_responses, json_route
+from cb_engine.serve.pause import Pause
 from cb_engine.serve.protocol.admin import UpdateWeightsRequest
-
-
-class Pause:
-    """Holds an engine at a step's edge from one request to another; a pause belongs to the thread that began it."""
-
-    def __init__(self) -> None:
-        self._release: threading.Event | None = None
-        self._lock = threading.Lock()  # two requests may come at once
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the engine is held."""
-        return self._release is not None
-
-    def begin(self, manager: ContinuousBatchingManager) -> None:
-        """Returns once the engine stands still. One that does already goes on standing."""
-        with self._lock:
-            if self._release is not None:
-                return
-            held, release = threading.Event(), threading.Event()
-
-            def hold() -> None:
-                with manager.pause():
-                    held.set()
-                    release.wait()
-
-            threading.Thread(target=hold, name="cb_engine_pause", daemon=True).start()
-            held.wait()
-            self._release = release
-
-    def end(self) -> None:
-        """Lets the engine go on."""
-        with self._lock:
-            if self._release is not None:
-                self._release.set()
-                self._release = None
 
 
 def make_admin_router(context: ServerContext) -> APIRouter:
     """All routes for the operator."""
     router = APIRouter()
-    pause = Pause()
 
     def manager() -> ContinuousBatchingManager:
         return context.host.engine().manager
 
     @router.post("/pause", summary="Holds the engine; requests wait.", responses=error_responses(401, 404, 503))
     async def pause_() -> dict[str, Any]:
-        await asyncio.to_thread(pause.begin, manager())
+        await asyncio.to_thread(context.host.pause.begin, manager())
         return {"paused": True}
 
     @router.post("/resume", summary="Lets it go on.", responses=error_responses(401, 404, 503))
     async def resume() -> dict[str, Any]:
-        pause.end()
+        context.host.pause.end()
         return {"paused": False}
 
     @router.post(
         "/reset_prefix_cache", summary="Forgets all cached prefixes.", responses=error_responses(401, 404, 503)
     )
     async def reset_prefix_cache() -> dict[str, Any]:
-        await asyncio.to_thread(manager().reset_prefix_cache)
+        await asyncio.to_thread(context.host.pause.call, manager().reset_prefix_cache)
         return {"reset": True}
 
     @router.get("/weight_info", summary="Version and shapes of the weights.", responses=error_responses(401, 404, 503))
@@ -94,7 +57,7 @@ def make_admin_router(context: ServerContext) -> APIRouter:
     async def update_weights(http: Request) -> Response:
         body = await read_body(http, UpdateWeightsRequest, context.settings, context.workers)
         engine = manager()
-        version = await asyncio.to_thread(_update, engine, context.settings.weights_dir, body.path)
+        version = await asyncio.to_thread(_update, engine, context.host.pause, context.settings.weights_dir, body.path)
         return JSONResponse({"weight_version": version})
 
     return router
@@ -108,14 +71,14 @@ def _weight_info(manager: ContinuousBatchingManager, model: torch.nn.Module) -> 
     return {"weight_version": manager.engine.weight_version, "parameters": parameters}
 
 
-def _update(manager: ContinuousBatchingManager, folder: str | None, path: str) -> int:
+def _update(manager: ContinuousBatchingManager, pause: Pause, folder: str | None, path: str) -> int:
     tensors: dict[str, torch.Tensor] = {}
     for file in _files(folder, path):
         try:
             tensors |= load_file(file)
         except (SafetensorError, OSError) as error:
             raise bad_request(f"path: {path!r} holds a file that is no safetensors file", "path") from error
-    manager.update_weights(tensors)
+    pause.call(lambda: manager.update_weights(tensors))
     return manager.engine.weight_version
 
 

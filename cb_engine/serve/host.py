@@ -23,6 +23,7 @@ from cb_engine.config import EngineConfig
 from cb_engine.errors import EngineError
 from cb_engine.hints import WorkloadHints
 from cb_engine.serve.errors import APIError
+from cb_engine.serve.pause import Pause
 from cb_engine.serve.settings import ServeSettings
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class EngineHost:
         self._engine: AsyncEngine | None = None
         self._task: asyncio.Task[None] | None = None
         self._restarts_left = settings.engine_restarts
+        self.pause = Pause()
         self.state = State.LOADING
         self.num_restarts = 0
         self.started_at = time.time()
@@ -120,6 +122,7 @@ class EngineHost:
         self._restarts_left -= 1
         self.num_restarts += 1
         self.state = State.RESTARTING
+        self.pause.end()
         logger.warning("the engine failed and is made anew; it may fail %d times more", self._restarts_left)
         try:
             await asyncio.to_thread(self._engine.manager.destroy)  # its cache goes before the next one comes
@@ -151,6 +154,7 @@ class EngineHost:
     async def stop(self) -> None:
         """Ends the engine; what still runs is aborted."""
         self.state = State.STOPPED
+        self.pause.end()
         if self._engine is not None:
             await asyncio.to_thread(self._engine.manager.destroy)
         if self._task is not None:

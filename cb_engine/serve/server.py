@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any
 
 import uvicorn
@@ -21,7 +22,9 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cb_engine.serve.context import ServerContext
+from cb_engine.serve.errors import APIError
 from cb_engine.serve.settings import ServeSettings
+from cb_engine.serve.sse import to_json
 
 logger = logging.getLogger(__name__)
 
@@ -82,30 +85,50 @@ class Server(uvicorn.Server):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's fast parser keeps as many headers as come; this one does not."""
+    """uvicorn's fast parser keeps as many headers as come; this one does not. What is no HTTP gets an error object."""
 
     max_header_bytes = 64 << 10
+    _num_pending_bytes = 0  # of a head that is not complete
     _num_header_bytes = 0
-    _in_headers = True
+    _in_head = True
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
-        if self._in_headers:
-            self._num_header_bytes += len(data)
+        if self._in_head:
+            self._num_pending_bytes += len(data)
         super().data_received(data)
-        if self._in_headers and self._num_header_bytes > self.max_header_bytes and not self.transport.is_closing():
-            self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n")
-            self.transport.close()
+        if self._in_head and self._num_pending_bytes > self.max_header_bytes and not self.transport.is_closing():
+            self._refuse(431, "the headers are too large")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A callback of the parser."""
+        self._num_header_bytes += len(name) + len(value)
+        if self._num_header_bytes > self.max_header_bytes:
+            raise ValueError("the headers are too large")  # ends the parser, which calls `send_400_response`
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """A callback of the parser."""
-        self._in_headers = False
+        self._in_head = False
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """A callback of the parser."""
         super().on_message_complete()
-        self._in_headers, self._num_header_bytes = True, 0
+        self._in_head, self._num_pending_bytes, self._num_header_bytes = True, 0, 0
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn does with a request that it cannot read."""
+        if self._num_header_bytes > self.max_header_bytes:
+            self._refuse(431, "the headers are too large")
+        else:
+            self._refuse(400, "this is no valid HTTP")
+
+    def _refuse(self, status: int, message: str) -> None:
+        body = to_json(APIError(status, message).body())
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+        self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        self.transport.close()
 
 
 def make_server(app: FastAPI, *, host: str, port: int, log_level: str = "info") -> Server:
