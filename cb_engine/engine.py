@@ -37,7 +37,7 @@ from cb_engine.runner.fusion import Fusion, fused_shadow
 from cb_engine.runner.kv_layout import group_layers, size_groups
 from cb_engine.runner.model_runner import ModelRunner, StepFailedError
 from cb_engine.runner.probe import AttentionLayer, profile_model, run_probe
-from cb_engine.runner.shadow import fingerprint, make_shadow
+from cb_engine.runner.shadow import Fingerprint, fingerprint, make_shadow
 from cb_engine.sampling_params import SamplingParams
 from cb_engine.scheduler.output import ModelOutput, SchedulerOutput
 from cb_engine.scheduler.scheduler import Scheduler, SchedulerConfig, make_fork_groups
@@ -334,7 +334,8 @@ class Engine:
         return self._blocks.weight_version
 
     def sync_weights(self) -> bool:
-        """Compares the model with what the engine was built on, and takes over what has changed.
+        """Compares the model, and a drafter that was given as an object, with what the engine was built on, and takes
+        over what has changed. New weights of a drafter start no new weight version: no output depends on them.
 
         Torch's version counters show most writes to a parameter; a look at some values of each shows what its fused
         optimizers, and others that write through `.data`, have changed all over. Tell `weights_changed` of less.
@@ -343,11 +344,11 @@ class Engine:
             whether anything had changed.
 
         Raises:
-            ModelChangedError: the model's layers, dtype, device or vocabulary are not the same any more.
+            ModelChangedError: the layers, dtype, device or vocabulary of one of them are not the same any more.
         """
         seen = fingerprint(self._model)
         if seen == self._fingerprint:
-            return False
+            return self._sync_drafter()
         replaced = [t[:2] for t in seen.tensors] != [t[:2] for t in self._fingerprint.tensors]
         restructured = seen.structure != self._fingerprint.structure
         if (replaced or restructured) and profile_model(self._model, make_shadow(self._model)) != self._profile:
@@ -355,23 +356,35 @@ class Engine:
                 "the model's layers, dtype, device or vocabulary changed; make a new engine for it "
                 "(destroy_cached_continuous_batching_manager ends a persistent one)"
             )
-        self._fingerprint = seen
-        self._start_weight_version(rebuild=replaced or restructured)
+        self._start_weight_version(seen, rebuild=replaced or restructured)
         return True
 
     def weights_changed(self) -> None:
-        """Starts a new weight version: packed copies are made anew, nothing cached so far is hit any more, running
-        requests follow `running_on_weight_change`. On the engine thread only."""
-        self._fingerprint = fingerprint(self._model)
-        self._start_weight_version(rebuild=False)
+        """Starts a new weight version: packed copies are made anew, the drafter's too, nothing cached so far is hit any
+        more, running requests follow `running_on_weight_change`. On the engine thread only."""
+        self._start_weight_version(fingerprint(self._model), rebuild=False, said=True)
 
-    def _start_weight_version(self, *, rebuild: bool) -> None:
-        self._runner.check_drafter()
+    def _sync_drafter(self) -> bool:
+        was_warm = self.is_warm
+        changed = self._runner.sync_drafter(said=False, target_changed=False)
+        self._warm_again(was_warm)
+        return changed
+
+    def _start_weight_version(self, seen: Fingerprint, *, rebuild: bool, said: bool = False) -> None:
+        was_warm = self.is_warm
+        self._runner.sync_drafter(said=said, target_changed=True)
+        self._fingerprint = seen
         if rebuild or self._fusion.packed_bytes:
             self._runner.drop_shadow()  # the old packed copies go before the new ones are made
             release_host_memory()
             self._runner.set_shadow(self._build_shadow())
+        self._warm_again(was_warm)
         self._scheduler.change_weights(self.weight_version + 1, self.config.running_on_weight_change)
+
+    def _warm_again(self, was_warm: bool) -> None:
+        """New modules are compiled anew: at once where a step may not wait for it."""
+        if was_warm and not self.is_warm and self.config.strict_shapes:
+            self.warmup()
 
     def _build_shadow(self) -> nn.Module:
         shadow, self._fusion = fused_shadow(

@@ -100,7 +100,16 @@ def detach(model: nn.Module) -> nn.Module:
 
 def weights_changed(model: nn.Module) -> None:
     """Tells the model's managers, the persistent one and those in use, that weights were written in place in a way that
-    neither torch's version counters nor a look at some of the values shows."""
+    neither torch's version counters nor a look at some of the values shows: its own, or those of what drafts for it.
+
+    Raises:
+        ValueError: the model is not attached.
+    """
+    if _ATTRIBUTE not in model.__dict__:
+        raise ValueError(
+            f"this {type(model).__name__} is not attached; if it drafts for a model that is, call weights_changed on "
+            "that one, whose drafter is made anew too"
+        )
     attachment = _attachment(model)
     with attachment.lock:
         managers = list(attachment.managers)

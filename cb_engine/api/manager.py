@@ -415,7 +415,7 @@ class ContinuousBatchingManager:
     # ---- weights and figures ---------------------------------------------------------------------------------
 
     def weights_changed(self) -> None:
-        """Tells that the model's weights were written in a way torch does not count (through `.data`)."""
+        """Tells that weights of the model or its drafter were written in a way torch does not count (by `.data`)."""
         self._thread.call(self.engine.weights_changed)
 
     def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -423,7 +423,8 @@ class ContinuousBatchingManager:
         self._thread.call(lambda: self.engine.update_weights(tensors))
 
     def sync_weights(self) -> None:
-        """Looks whether the model's weights have changed and takes the change over; `generate_batch` does this."""
+        """Looks whether the model's weights, or its drafter's, have changed and takes the change over; `generate_batch`
+        does this."""
         self._thread.call(self.engine.sync_weights)
 
     def reset_prefix_cache(self) -> None:

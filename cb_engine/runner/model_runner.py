@@ -159,20 +159,29 @@ class ModelRunner:
         if self._drafts is not None and self._drafts_model is not None:
             self._drafts_model.forwards.set_forward(self._drafts.forward(shadow))
 
-    def check_drafter(self) -> None:
-        """The target gets other weights: the drafter may have got some too, and its tree is made anew only then.
+    def sync_drafter(self, *, said: bool, target_changed: bool) -> bool:
+        """Makes the drafter's tree anew if its own weights have changed; what it has computed with others is dropped.
+
+        Args:
+            said: weights were written, the drafter's perhaps too, in a way that nobody can see.
+            target_changed: the target gets other weights.
+
+        Returns:
+            whether the tree was made anew.
 
         Raises:
-            ModelChangedError: it is another model altogether.
+            ModelChangedError: the drafter is another model altogether.
         """
         if self._drafts is None or self._drafts_model is None or self.drafter is None or self._shadow is None:
-            return
-        changed = self._drafts.has_changed()
+            return False
+        changed = self._drafts.has_changed() or said
         if changed:
             self._drafts_model.forwards.drop_forward()
             self._drafts.rebuild()
             self._drafts_model.forwards.set_forward(self._drafts.forward(self._shadow))
-        self.drafter.weights_changed(own=changed)
+        if changed or target_changed:
+            self.drafter.weights_changed(own=changed)
+        return changed
 
     def close(self) -> None:
         """Lets go of everything on the device, and of the drafter's modules."""

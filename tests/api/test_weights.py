@@ -139,6 +139,35 @@ def test_weights_changed_reaches_a_manager_that_is_not_kept(model: Any) -> None:
     cb_engine.weights_changed(model)  # nobody is left to tell
 
 
+def test_new_weights_of_a_draft_model_are_seen_between_two_calls(model: Any) -> None:
+    """The same tokens as before, and now the drafts are right."""
+    draft = copy.deepcopy(tiny.make_model("llama", seed=77))
+    speculative = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3, "adaptive": False}
+
+    def output() -> cb_engine.GenerationOutput:
+        outputs = model.generate_batch(
+            [PROMPT],
+            generation_config=config(model),
+            continuous_batching_config={"block_size": 4, "speculative": speculative},
+            persistent_manager=True,
+        )
+        return next(iter(outputs.values()))  # type: ignore[no-any-return]
+
+    first = output()
+    assert first.num_draft_tokens > first.num_accepted_tokens
+    draft.load_state_dict(model.state_dict())
+    second = output()
+    assert second.num_draft_tokens == second.num_accepted_tokens > 0
+    assert second.generated_tokens == first.generated_tokens
+    assert set(second.weight_version) == {0}
+    assert second.num_cached_tokens > 0, "what the target has computed is as good as before"
+
+
+def test_a_draft_model_is_not_the_one_to_tell() -> None:
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is not attached; if it drafts .* weights_changed on"):
+        cb_engine.weights_changed(tiny.make_model("llama"))
+
+
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's allocator")
 def test_memory_stays_where_it_is_over_many_changes() -> None:
     model = tiny.make_model("llama", hidden_size=512, intermediate_size=2048)

@@ -121,8 +121,10 @@ class Eagle3Drafter(OwnCacheDrafter):
 
     def weights_changed(self, *, own: bool) -> None:
         """See `ChainDrafter.weights_changed`. Keys are made of the target's states; who runs on may go on with its old
-        ones, as in the target."""
+        ones, as in the target, but not with those of another head."""
         self._rows.clear()
+        if own:
+            self._followed.clear()
 
     def _first_spans(self, requests: Sequence[Request]) -> list[Span | None]:
         """All that the step has computed is followed, also of requests that are not asked for."""

@@ -19,6 +19,7 @@ from torch import nn
 
 from cb_engine.attention.interface import attend
 from cb_engine.config import ResolvedConfig
+from cb_engine.device import release_host_memory
 from cb_engine.errors import ModelChangedError, UnsupportedModelError
 from cb_engine.runner.buckets import DraftShapes
 from cb_engine.runner.drafters.chain import ChainDrafter, Passes
@@ -36,7 +37,7 @@ from cb_engine.runner.forward import Forward
 from cb_engine.runner.fusion import fused_shadow, packed_shadow
 from cb_engine.runner.kv_layout import LayerGroup, only
 from cb_engine.runner.probe import AttentionLayer, ModelProfile, profile_model, run_probe
-from cb_engine.runner.shadow import fingerprint, make_shadow
+from cb_engine.runner.shadow import Fingerprint, fingerprint, make_shadow
 
 # Ids by which two models of one tokenizer may differ, which only pad the matrices: so many, and such a share.
 _MOST_PADDING, _PADDING_SHARE = 1024, 1 / 8
@@ -90,11 +91,48 @@ class DraftSource(ABC):
         return profile.input_device, profile.output_device
 
 
-class OwnModel(DraftSource):
+class OwnTree(DraftSource):
+    """A source with a module tree of its own, made of a module that somebody else may write to.
+
+    Subclasses call `_build` when they know what `_make_tree` needs.
+    """
+
+    _tree: nn.Module
+    _fingerprint: Fingerprint
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def has_changed(self) -> bool:
+        if fingerprint(self._module) == self._fingerprint:
+            return False
+        self._check_that_it_fits()
+        return True
+
+    def rebuild(self) -> None:
+        del self._tree
+        release_host_memory()
+        self._build()
+
+    def _build(self) -> None:
+        self._fingerprint = fingerprint(self._module)
+        self._tree = self._make_tree()
+
+    @abstractmethod
+    def _make_tree(self) -> nn.Module:
+        """The tree for the weights as they are."""
+
+    @abstractmethod
+    def _check_that_it_fits(self) -> None:
+        """Raises ModelChangedError if the module has become another one since the cache was made."""
+
+
+class OwnModel(OwnTree):
     """A smaller causal LM, with layers of its own in the same pool."""
 
     def __init__(self, model: nn.Module, profile: ModelProfile, config: ResolvedConfig) -> None:
-        self._model, self._target, self._config = model, profile, config
+        super().__init__(model)
+        self._target, self._config = profile, config
         try:
             self._profile = profile_model(model, make_shadow(model))
         except UnsupportedModelError as error:
@@ -119,26 +157,18 @@ class OwnModel(DraftSource):
     def shapes(self, num_tokens: int) -> DraftShapes:
         return DraftShapes(num_tokens, first_width=1 + num_tokens, prefills=True)
 
-    def has_changed(self) -> bool:
-        seen = fingerprint(self._model)
-        if seen == self._fingerprint:
-            return False
-        if profile_model(self._model, make_shadow(self._model)) != self._profile:
+    def _check_that_it_fits(self) -> None:
+        if profile_model(self._module, make_shadow(self._module)) != self._profile:
             raise ModelChangedError("the draft model's layers, dtype, device or vocabulary changed; make a new engine")
-        return True
 
-    def rebuild(self) -> None:
-        del self._tree
-        self._build()
-
-    def _build(self) -> None:
-        self._fingerprint = fingerprint(self._model)
-        self._tree, _ = fused_shadow(
-            lambda: make_shadow(self._model),
+    def _make_tree(self) -> nn.Module:
+        tree, _ = fused_shadow(
+            lambda: make_shadow(self._module),
             lambda tree: run_probe(tree, self._profile),
             fuse=self._config.fuse_modules,
             pack=self._config.pack_weights,
         )
+        return tree
 
     def forward(self, shadow: nn.Module) -> Forward:
         return drafting_forward(
@@ -182,7 +212,7 @@ class FirstLayers(DraftSource):
         return tuple(LayerGroup(g.window, tuple(x for x in g.layers if x.layer_idx < self._num_layers)) for g in own)
 
 
-class Head(DraftSource):
+class Head(OwnTree):
     """An EAGLE-3 head: one layer of its own, and a look at the target's states.
 
     Owns the buffer of states too: it takes as many rows as a step may have.
@@ -191,6 +221,7 @@ class Head(DraftSource):
     def __init__(
         self, head: Eagle3Head, model: nn.Module, shadow: nn.Module, profile: ModelProfile, config: ResolvedConfig
     ) -> None:
+        super().__init__(head)
         _, layers = decoder_layers(shadow)
         own = head.config
         for layer_id in own.aux_layer_ids:
@@ -213,24 +244,16 @@ class Head(DraftSource):
     def shapes(self, num_tokens: int) -> DraftShapes:
         return DraftShapes(num_tokens, first_width=1 + num_tokens, prefills=True)
 
-    def has_changed(self) -> bool:
-        if fingerprint(self._head) == self._fingerprint:
-            return False
+    def _check_that_it_fits(self) -> None:
         try:
             _check_head(self._head, self.layers[0].device, self.layers[0].dtype)
         except ValueError as error:
             raise ModelChangedError(f"{error}; then make a new engine") from error
-        return True
 
-    def rebuild(self) -> None:
-        del self._tree
-        self._build()
-
-    def _build(self) -> None:
-        self._fingerprint = fingerprint(self._head)
+    def _make_tree(self) -> nn.Module:
         tree = make_shadow(self._head)
         tree.attend_with(attend)
-        self._tree = packed_shadow(tree, pack=self._pack)
+        return packed_shadow(tree, pack=self._pack)
 
     def forward(self, shadow: nn.Module) -> Forward:
         twins = [

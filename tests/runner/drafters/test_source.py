@@ -126,21 +126,80 @@ def test_a_tree_is_made_anew_when_its_own_weights_have_changed_and_only_then(
 ) -> None:
     model = tiny.make_model("llama")
     drafts = drafts_for(method, model)
-    engine = make_engine(method, model, drafts, pack_weights=pack)
+    config = {"pack_weights": pack, "enable_prefix_caching": False}  # a head has a hole where a prefix is hit
+    engine = make_engine(method, model, drafts, **config)
     assert made.count(method) == 1
     before = all_drafts(engine)
     assert not engine.sync_weights()
-    engine.weights_changed()
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(1.0)
     assert engine.sync_weights()
     assert all_drafts(engine) == before
-    assert made.count(method) == 1
+    assert (made.count(method), engine.weight_version) == (1, 1)
     other = drafts_for(method, model, seed=5)
     drafts.load_state_dict(other.state_dict())
+    assert engine.sync_weights()
+    assert (made.count(method), engine.weight_version) == (2, 1)
+    assert all_drafts(engine) == all_drafts(make_engine(method, model, other, **config)) != before
+    assert not engine.sync_weights()
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_a_tree_is_made_anew_when_weights_are_said_to_have_changed(method: str) -> None:
+    """One value in the middle of many, written where no counter sees it."""
+    model = tiny.make_model("llama")
+    drafts = drafts_for(method, model)
+    engine = make_engine(method, model, drafts)
+    before = all_drafts(engine)
+    layer = drafts.model.layers[0] if method == "draft_model" else drafts.midlayer
+    layer.mlp.down_proj.weight.data[3, 1] += 30.0
+    assert not engine.sync_weights()
     engine.weights_changed()
-    assert made.count(method) == 2
-    assert all_drafts(engine) == all_drafts(make_engine(method, model, other, pack_weights=pack)) != before
+    assert all_drafts(engine) == all_drafts(make_engine(method, model, drafts)) != before
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_requests_that_run_go_on_with_the_new_drafter_and_nothing_of_the_old_one(method: str) -> None:
+    model = tiny.make_model("llama")
+    drafts, other = drafts_for(method, model), drafts_for(method, model, seed=5)
+    prompt = tiny.make_prompts((9,))[0]
+    engine = make_engine(method, model, drafts)
+    (request_id,) = engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=16))
+    for _ in range(4):
+        engine.step()
+    (request,) = engine._scheduler.unfinished()
+    drafts.load_state_dict(other.state_dict())
+    assert engine.sync_weights()
+    engine.step()
+    if method == "draft_model":
+        assert list(request.draft_token_ids) == tiny.generate(other, request.token_ids, 3)
+    else:
+        drafter: Any = engine._runner.drafter
+        (followed,) = drafter._followed.values()
+        assert followed.visible == request.num_computed_tokens - request.num_step_tokens, "keys of its own alone"
+    outputs = [output for _ in range(20) for output in engine.step()]
+    assert [output.generated_tokens for output in outputs] == [tiny.generate(model, prompt)]
+    assert outputs[0].request_id == request_id
+
+
+@pytest.mark.parametrize("whose", ["target", "drafter"])
+def test_a_strict_engine_that_was_warm_is_warm_again_at_once(whose: str) -> None:
+    """The code that was compiled for the old modules is gone, and no step may compile."""
+    model = tiny.make_model("llama")
+    drafts = drafts_for("draft_model", model)
+    options = {"compile": True, "compile_options": {"backend": "eager"}, "strict_shapes": True, "max_num_seqs": 1}
+    engine = make_engine("draft_model", model, drafts, **options, max_model_len=32)
+    engine.warmup()
+    before = all_drafts(engine)
+    if whose == "drafter":
+        drafts.load_state_dict(drafts_for("draft_model", model, seed=5).state_dict())
+    else:
+        model.load_state_dict(tiny.make_model("llama", seed=3).state_dict())
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    assert engine.sync_weights()
+    assert engine.is_warm
+    assert all_drafts(engine) != before
+    assert not engine.coverage.missed
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
@@ -149,8 +208,10 @@ def test_what_has_become_another_model_is_refused(method: str) -> None:
     drafts = drafts_for(method, model)
     engine = make_engine(method, model, drafts)
     drafts.to(torch.bfloat16)
-    with pytest.raises(ModelChangedError, match="make a new engine"):
-        engine.weights_changed()
+    for look in (engine.sync_weights, engine.weights_changed):
+        with pytest.raises(ModelChangedError, match="make a new engine"):
+            look()
+    assert engine.weight_version == 0
 
 
 @pytest.mark.parametrize("pack", [True, False])
