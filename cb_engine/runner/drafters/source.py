@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -41,6 +41,8 @@ from cb_engine.runner.shadow import Fingerprint, fingerprint, make_shadow
 
 # Ids by which two models of one tokenizer may differ, which only pad the matrices: so many, and such a share.
 _MOST_PADDING, _PADDING_SHARE = 1024, 1 / 8
+
+TreeT = TypeVar("TreeT", bound=nn.Module)
 
 
 class DraftSource(ABC):
@@ -91,16 +93,16 @@ class DraftSource(ABC):
         return profile.input_device, profile.output_device
 
 
-class OwnTree(DraftSource):
+class OwnTree(DraftSource, Generic[TreeT]):
     """A source with a module tree of its own, made of a module that somebody else may write to.
 
     Subclasses call `_build` when they know what `_make_tree` needs.
     """
 
-    _tree: nn.Module
+    _tree: TreeT
     _fingerprint: Fingerprint
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: TreeT) -> None:
         self._module = module
 
     def has_changed(self) -> bool:
@@ -119,7 +121,7 @@ class OwnTree(DraftSource):
         self._tree = self._make_tree()
 
     @abstractmethod
-    def _make_tree(self) -> nn.Module:
+    def _make_tree(self) -> TreeT:
         """The tree for the weights as they are."""
 
     @abstractmethod
@@ -127,7 +129,7 @@ class OwnTree(DraftSource):
         """Raises ModelChangedError if the module has become another one since the cache was made."""
 
 
-class OwnModel(OwnTree):
+class OwnModel(OwnTree[nn.Module]):
     """A smaller causal LM, with layers of its own in the same pool."""
 
     def __init__(self, model: nn.Module, profile: ModelProfile, config: ResolvedConfig) -> None:
@@ -212,7 +214,7 @@ class FirstLayers(DraftSource):
         return tuple(LayerGroup(g.window, tuple(x for x in g.layers if x.layer_idx < self._num_layers)) for g in own)
 
 
-class Head(OwnTree):
+class Head(OwnTree[Eagle3Head]):
     """An EAGLE-3 head: one layer of its own, and a look at the target's states.
 
     Owns the buffer of states too: it takes as many rows as a step may have.
@@ -230,7 +232,7 @@ class Head(OwnTree):
                     f"the EAGLE-3 head takes the input of layer {layer_id}, the model has layers 0 to {len(layers) - 1}"
                     "; heads that take the last layer's output are not supported"
                 )
-        self._head, self._pack = head, config.pack_weights
+        self._pack = config.pack_weights
         device, dtype = profile.layers[-1].device, profile.layers[-1].dtype
         _check_head(head, device, dtype)
         heads = (own.num_attention_heads, own.num_key_value_heads, own.head_dim)
@@ -246,19 +248,19 @@ class Head(OwnTree):
 
     def _check_that_it_fits(self) -> None:
         try:
-            _check_head(self._head, self.layers[0].device, self.layers[0].dtype)
+            _check_head(self._module, self.layers[0].device, self.layers[0].dtype)
         except ValueError as error:
             raise ModelChangedError(f"{error}; then make a new engine") from error
 
-    def _make_tree(self) -> nn.Module:
-        tree = make_shadow(self._head)
+    def _make_tree(self) -> Eagle3Head:
+        tree = make_shadow(self._module)
         tree.attend_with(attend)
         return packed_shadow(tree, pack=self._pack)
 
     def forward(self, shadow: nn.Module) -> Forward:
         twins = [
             shadow.get_submodule(name) if name else module
-            for name, module in zip(self._borrowed, self._head.borrowed, strict=True)
+            for name, module in zip(self._borrowed, self._module.borrowed, strict=True)
         ]
         self._tree.borrow(*twins)
         return head_forward(self._tree, self._aux)
@@ -267,7 +269,7 @@ class Head(OwnTree):
         self._tree.borrow(None, None)
 
     def drafter(self, passes: Passes) -> ChainDrafter:
-        return Eagle3Drafter(passes, self._head.config.hidden_size, self.layers[0].dtype)
+        return Eagle3Drafter(passes, self._module.config.hidden_size, self.layers[0].dtype)
 
     def tap(self, shadow: nn.Module, forward: Forward) -> Forward:
         return self._aux.tap(shadow, forward)
