@@ -25,7 +25,12 @@ class QueueFullError(CBEngineError):
     """Admission control turned a request away; nothing else was disturbed, try again later."""
 
 
-class ShapeNotWarmedError(CBEngineError):
+class StaticShapeError(CBEngineError):
+    """A step is none that the device, or strict mode, can run: the fault is the engine's, not a request's or a
+    proposer's."""
+
+
+class ShapeNotWarmedError(StaticShapeError):
     """Strict mode met a step shape that warm-up had not run."""
 
 

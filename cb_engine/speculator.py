@@ -13,9 +13,8 @@ import logging
 import time
 from collections.abc import Sequence
 
-from cb_engine.errors import ShapeNotWarmedError
+from cb_engine.errors import StaticShapeError
 from cb_engine.request import Request
-from cb_engine.runner.static_device import StaticDeviceError
 from cb_engine.scheduler.output import ModelOutput, SchedulerOutput
 from cb_engine.scheduler.scheduler import Scheduler
 from cb_engine.speculative.control import DraftController
@@ -106,7 +105,7 @@ class Speculator:
         try:
             proposed = self._proposer.propose(asks)
             drafts = [self._legal(draft, ask) for draft, ask in zip(proposed, asks, strict=True)]
-        except (ShapeNotWarmedError, StaticDeviceError):
+        except StaticShapeError:
             raise
         except Exception:
             self._switch_off()

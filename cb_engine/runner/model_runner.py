@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 from cb_engine.attention.backend import AttentionBackend, KVCache
 from cb_engine.config import ResolvedConfig
-from cb_engine.errors import CBEngineError, ShapeNotWarmedError
+from cb_engine.errors import CBEngineError, StaticShapeError
 from cb_engine.kv_cache.block import NULL_BLOCK_ID
 from cb_engine.kv_cache.block_manager import BlockCopy, BlockManager, KVGroup
 from cb_engine.native import build
@@ -31,7 +31,7 @@ from cb_engine.runner.kv_layout import LayerGroup, layer_spec, only
 from cb_engine.runner.paged_model import PagedModel
 from cb_engine.runner.probe import ModelProfile
 from cb_engine.runner.row_sampler import RowSampler, TokenSampler
-from cb_engine.runner.static_device import FakeStaticDevice, StaticDeviceError
+from cb_engine.runner.static_device import FakeStaticDevice
 from cb_engine.sampling import Sampler
 from cb_engine.sampling.static_sampler import StaticSampler
 from cb_engine.scheduler.output import ModelOutput, SchedulerOutput
@@ -222,7 +222,7 @@ class ModelRunner:
     def _execute_or_split(self, plan: SchedulerOutput) -> ModelOutput:
         try:
             return self._execute(plan)
-        except (ShapeNotWarmedError, StaticDeviceError):
+        except StaticShapeError:
             raise  # no request's fault
         except Exception as error:
             if len(plan.scheduled) == 1:

@@ -26,12 +26,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cb_engine.errors import CBEngineError, ShapeNotWarmedError
+from cb_engine.errors import ShapeNotWarmedError, StaticShapeError
 
 _Fields = list[tuple[str, object]]
 
 
-class StaticDeviceError(CBEngineError):
+class StaticDeviceError(StaticShapeError):
     """A function did what a device with static shapes cannot do, or a value was read that was never computed."""
 
 
