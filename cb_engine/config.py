@@ -39,7 +39,7 @@ class EngineConfig:
             None does so if memory allows.
         fuse_modules: on the CPU, let native kernels draw tokens, and compute norms, MLPs, attention and whole layers of
             known kinds (uncompiled engines only; all but norms need packed weights); None does so.
-        strict_shapes: a padded shape that warm-up has not run is an error rather than run eagerly.
+        strict_shapes: a padded shape that warm-up has not run is an error rather than run eagerly, also before warm-up.
         attention_backend: "torch", "native", "static" (plain PyTorch without data-dependent shapes), or "auto": native
             where it can be built.
         scheduler_type: "fifo" lets decodes go first, "prefill_first" lets prompts.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +74,14 @@ def make_head(model: Any, *, seed: int = 0, **changes: Any) -> Eagle3Head:
             noise = torch.randn(parameter.shape) * 0.2
             parameter.copy_(noise if parameter.dim() > 1 else 1 + noise)
     return head
+
+
+@contextmanager
+def any_shape(engine: Engine) -> Iterator[None]:
+    """Within, an engine takes shapes as they come, as if all were warmed up, which takes long."""
+    runner = engine._runner
+    with runner._guard.warming(), runner.executor.warming():
+        yield
 
 
 class Oracle:

@@ -13,6 +13,7 @@ def test_a_device_with_static_shapes_reports_twenty_logprobs(static: bool) -> No
     model = tiny.make_model("llama")
     config = {"block_size": 4, "max_model_len": 16, "max_num_seqs": 1, "fake_static_device": static}
     engine = Engine(model, config=config, eos_token_id=-1)
+    engine.warmup(compile_only=True)
     prompt = [1, 2, 3]
     if static:
         with pytest.raises(ValueError, match="logprobs=21 is more than the 20 a device with static shapes reports"):

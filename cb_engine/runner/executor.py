@@ -7,7 +7,7 @@ refuses calls it has not seen in warm-up (`static_device.py`); an eager one just
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -45,7 +45,10 @@ class Executor(Protocol):
         """Within, nothing need be computed, and nothing may be read."""
 
     def freeze(self) -> None:
-        """Warm-up is over: from now on an unknown call is refused, where shapes are static."""
+        """From now on an unknown call is refused, where shapes are static."""
+
+    def warming(self) -> AbstractContextManager[None]:
+        """Within, unknown calls are those of warm-up and become known."""
 
 
 class EagerExecutor:
@@ -89,3 +92,7 @@ class EagerExecutor:
 
     def freeze(self) -> None:
         """See `Executor.freeze`; nothing is compiled here."""
+
+    def warming(self) -> AbstractContextManager[None]:
+        """See `Executor.warming`."""
+        return nullcontext()

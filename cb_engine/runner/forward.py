@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import types
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,8 @@ Forward = Callable[..., Any]
 
 @dataclass
 class Coverage:
-    """Which padded shapes were run in warm-up, which were used since, and how often one was met without it."""
+    """Which padded shapes were run in warm-up, which of them were used since, and how often a step had one that warm-up
+    had not run, be it that warm-up came later or never."""
 
     warmed: set[Bucket] = field(default_factory=set)
     used: set[Bucket] = field(default_factory=set)
@@ -50,50 +52,68 @@ class Coverage:
 
 
 class ShapeGuard:
-    """Lets shapes in before `freeze()`, and only those after it. One for all module trees of an engine."""
+    """Knows what warm-up has run. In strict mode no other shape ever gets in. Else one that comes before the end of
+    warm-up may be compiled, one that comes after it runs eagerly, and both are counted. One for all module trees of an
+    engine."""
 
     def __init__(self, buckets: BucketTable, *, strict: bool) -> None:
         self._buckets = buckets
         self._strict = strict
+        self._is_warming = False
+        self.reopen()
+
+    def reopen(self) -> None:
+        """What was compiled is gone, and has to be warmed up again."""
         self.coverage = Coverage()
         self.is_frozen = False
+        self._early: set[Bucket] = set()  # came before the end of warm-up, which had not run them
+
+    @contextmanager
+    def warming(self) -> Iterator[None]:
+        """Within, what comes is what warm-up runs; after it, if nothing fails, an unknown shape is a miss."""
+        self._is_warming = True
+        try:
+            yield
+            self.is_frozen = True
+        finally:
+            self._is_warming = False
 
     def admits(self, bucket: Bucket) -> bool:
         """Whether a padded step has a shape whose code is there, or may still be made.
 
-        A shape that was not warmed before `freeze()` is counted and warned about once.
+        A shape that warm-up has not run is counted; the first one after it is warned about.
 
         Raises:
             ShapeNotWarmedError: instead, in strict mode.
         """
         coverage = self.coverage
-        if not self.is_frozen:
+        if self._is_warming:
             coverage.warmed.add(bucket)
             return True
         if bucket in coverage.warmed:
             coverage.used.add(bucket)
             return True
         if self._strict:
-            raise ShapeNotWarmedError(
-                f"{bucket} was not warmed up; give workload_hints that cover it, or leave strict_shapes off"
-            )
-        if not coverage.missed:
+            raise ShapeNotWarmedError(self._refusal(bucket))
+        is_early = not self.is_frozen or bucket in self._early
+        if is_early:
+            self._early.add(bucket)
+        elif not coverage.missed.keys() - self._early:
             logger.warning("%s was not warmed up and runs eagerly; workload_hints that cover it avoid this", bucket)
         coverage.missed[bucket] += 1
-        return False
+        return is_early
+
+    def _refusal(self, bucket: Bucket) -> str:
+        if self.is_frozen:
+            return f"{bucket} was not warmed up; give workload_hints that cover it, or leave strict_shapes off"
+        return (
+            f"{bucket} is not warmed up, since warm-up has not run; call warmup() first, or leave warmup=True of "
+            "generate_batch and continuous_batching_context_manager as it is"
+        )
 
     def pads(self, kind: StepKind) -> bool:
         """See `BucketTable.pads`."""
         return self._buckets.pads(kind)
-
-    def freeze(self) -> None:
-        """Warm-up is over: from now on an unknown shape is a miss."""
-        self.is_frozen = True
-
-    def reopen(self) -> None:
-        """What was compiled is gone: warm-up is open again."""
-        self.coverage = Coverage()
-        self.is_frozen = False
 
     @property
     def fails_on_recompile(self) -> bool:

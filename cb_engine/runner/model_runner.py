@@ -92,6 +92,7 @@ class ModelRunner:
         )
         self.drafter = None if drafts is None else self._make_drafter(drafts, shadow, blocks)
         self._sampler = RowSampler(self._make_sampler(), self.executor)
+        self.executor.freeze()
 
     def _allocate(self, pools: Sequence[KVGroup]) -> None:
         self._caches: dict[bool, dict[int, KVCache]] = {False: {}, True: {}}  # by whether they are the drafter's
@@ -339,7 +340,8 @@ class ModelRunner:
             the number of shapes.
         """
         shapes = self.buckets.all()
-        with self.executor.compile_only() if compile_only else nullcontext():
+        compile_mode = self.executor.compile_only() if compile_only else nullcontext()
+        with self._guard.warming(), self.executor.warming(), compile_mode:
             for done, bucket in enumerate(shapes, start=1):
                 if bucket.kind.is_draft:
                     self._warm_drafter(bucket)
@@ -348,8 +350,6 @@ class ModelRunner:
                 if progress is not None:
                     progress(done, len(shapes))
             self._warm_copies()
-        self._guard.freeze()
-        self.executor.freeze()
         return len(shapes)
 
     def _warm_copies(self) -> None:

@@ -3,10 +3,10 @@
 Owns: which calls have been seen, and the rules that a function has to keep. Does not know what the functions compute.
 
 `wrap_in_hpu_graph` records a graph for every hash of a function's arguments and replays it later: tensors count by
-shape, dtype and device, everything else by value. So here a call with a new key counts as a compile, and after
-`freeze()` it is refused. What no recording can hold is refused at all times: operators whose result's shape depends on
-values, and values that the host reads in between. In compile-only mode a recording yields tensors in which nothing was
-computed; here they hold garbage, which exposes whoever uses them.
+shape, dtype and device, everything else by value. So here a call with a new key counts as a compile, which a frozen
+device refuses but in warm-up. What no recording can hold is refused at all times: operators whose result's shape
+depends on values, and values that the host reads in between. In compile-only mode a recording yields tensors in which
+nothing was computed; here they hold garbage, which exposes whoever uses them.
 
 What runs beside `run` is a graph of its own to such a device, which nobody has warmed up. So the tensors that functions
 return, and those that were adopted, refuse every operator outside of them; what costs nothing goes on: to ask for their
@@ -65,7 +65,7 @@ class FakeStaticDevice:
     """An `Executor`; see the module docstring.
 
     Attributes:
-        keys: every call seen, with the number of its uses since `freeze()`.
+        keys: every call seen, with the number of its uses since `freeze()` or the end of warm-up.
         num_compiles: calls that needed a graph of their own.
         num_reads: how often the host has waited for a value.
         is_compile_only: see `compile_only`.
@@ -85,7 +85,7 @@ class FakeStaticDevice:
         """See `Executor.run`.
 
         Raises:
-            ShapeNotWarmedError: the call is unknown, and warm-up is over.
+            ShapeNotWarmedError: the call is unknown, and this is no warm-up.
             StaticDeviceError: the function uses an operator that no graph can hold.
             TypeError: an argument or a result is nothing that a graph can take or give.
         """
@@ -129,6 +129,15 @@ class FakeStaticDevice:
         self.keys = Counter(dict.fromkeys(self.keys, 0))
 
     @contextmanager
+    def warming(self) -> Iterator[None]:
+        """See `Executor.warming`."""
+        self._is_frozen = False
+        try:
+            yield
+        finally:
+            self.freeze()
+
+    @contextmanager
     def compile_only(self) -> Iterator[None]:
         """Within, functions return tensors of the right shape and type that hold garbage, and nothing can be read."""
         before, self.is_compile_only = self.is_compile_only, True
@@ -138,6 +147,8 @@ class FakeStaticDevice:
             self.is_compile_only = before
 
     def _what_is_new(self, key: CallKey) -> str:
+        if not self.keys:
+            return f"{key.name} is not known, since warm-up has not run; call warmup() first"
         differences = [key.difference(other) for other in self.keys if other.name == key.name]
         if not differences:
             return f"{key.name} was not run in warm-up"

@@ -28,6 +28,8 @@ def test_any_shape_at_any_time() -> None:
     executor = EagerExecutor()
     executor.run("add", torch.add, torch.ones(2), 1)
     executor.freeze()
+    with executor.warming():
+        executor.run("add", torch.add, torch.ones(1), 1)
     assert executor.run("add", torch.add, torch.ones(3), 1).tolist() == [2.0, 2.0, 2.0]
     assert executor.run("pick", torch.nonzero, torch.ones(1)).tolist() == [[0]]
 

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from fake_model import FakeModel, expected
 
@@ -67,6 +68,69 @@ def test_an_unknown_shape_is_an_error_or_a_counted_miss(strict: bool) -> None:
     assert sum(engine.coverage.missed.values()) == 8, "every decode step"
 
 
+@pytest.mark.parametrize("config", [{"strict_shapes": True, "pad_decode_batches": True}, {"fake_static_device": True}])
+def test_a_strict_engine_that_was_never_warmed_up_says_so(config: dict[str, Any]) -> None:
+    engine = Engine(
+        tiny.make_model("llama"), config={"block_size": 4, "max_num_seqs": 2, "max_model_len": 32, **config}
+    )
+    engine.add_request([1] * 6, GREEDY)
+    with pytest.raises(ShapeNotWarmedError, match=r"warm-up has not run; call warmup\(\) first, .* warmup=True"):
+        run(engine)
+    assert not engine.coverage.warmed
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_warm_up_that_failed_has_not_run(strict: bool) -> None:
+    engine = padded_engine(strict_shapes=strict)
+
+    def fail(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.warmup(fail)
+    assert not engine.is_warm
+    engine.add_request([1] * 6, GREEDY)
+    if strict:
+        with pytest.raises(ShapeNotWarmedError, match="warm-up has not run"):
+            run(engine)
+    else:
+        assert run(engine) == expected([1] * 6, 9)
+
+
+def test_what_runs_before_warm_up_is_counted_as_missed(caplog: pytest.LogCaptureFixture) -> None:
+    engine = padded_engine()
+    engine.add_request([1] * 6, GREEDY)
+    assert run(engine) == expected([1] * 6, 9)
+    early = dict(engine.coverage.missed)
+    assert early == {Bucket(StepKind.DECODE, 1, 1, blocks): count for blocks, count in ((2, 2), (4, 6))}
+    assert not engine.coverage.warmed
+    assert not engine.coverage.used
+    engine.warmup()
+    engine.add_request([1] * 6, GREEDY)
+    run(engine)
+    assert engine.coverage.used == set(early)
+    assert engine.coverage.missed == early
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_code_made_before_warm_up_is_used_after_it(early: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Also for a shape that warm-up does not run; without it that shape runs eagerly."""
+    guard = ShapeGuard(BucketTable(2, 8, 1, pads_decode=True, pads_prefill=False), strict=False)
+    known, beyond = Bucket(StepKind.DECODE, 2, 1, 1), Bucket(StepKind.DECODE, 2, 1, 9)
+    if early:
+        assert guard.admits(beyond)
+    with guard.warming():
+        assert guard.admits(known)
+    assert guard.admits(beyond) == early
+    assert guard.coverage.missed == {beyond: 1 + early}
+    assert len(caplog.records) == (not early)
+    guard.reopen()
+    assert not guard.coverage.missed
+    assert guard.admits(known)
+    assert guard.coverage.missed == {known: 1}
+
+
 def test_an_unpadded_engine_has_nothing_to_warm() -> None:
     engine = Engine(FakeModel(), config={"block_size": 4})
     assert engine.warmup() == 0
@@ -104,8 +168,8 @@ def test_code_that_would_be_compiled_once_more_is_an_unknown_shape(strict: bool)
         result: list[float] = table.get(bucket, is_static=True)(x).tolist()
         return result
 
-    assert run_with(torch.zeros(2)) == [1, 1]
-    guard.freeze()
+    with guard.warming():
+        assert run_with(torch.zeros(2)) == [1, 1]
     assert run_with(torch.ones(2)) == [2, 2]
     with pytest.raises(RuntimeError, match="a negative number"):  # an error of the forward's own stays what it is
         run_with(-torch.ones(2))

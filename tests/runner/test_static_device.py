@@ -133,6 +133,20 @@ def test_a_frozen_device_takes_known_calls_only() -> None:
     assert sorted(device.keys.values()) == [0, 0, 1]
 
 
+def test_a_device_is_frozen_but_in_warm_up() -> None:
+    device = FakeStaticDevice()
+    device.freeze()
+    with pytest.raises(ShapeNotWarmedError, match=r"f is not known, since warm-up has not run; call warmup\(\) first"):
+        device.run("f", nothing, 1)
+    for known in (1, 2):
+        with device.warming():
+            device.run("f", nothing, known)
+        with pytest.raises(ShapeNotWarmedError, match="was not warmed up"):
+            device.run("f", nothing, 3)
+    device.run("f", nothing, 1)
+    assert sorted(device.keys.values()) == [0, 1]
+
+
 def test_a_function_that_failed_is_not_known() -> None:
     device = FakeStaticDevice()
     with pytest.raises(StaticDeviceError):

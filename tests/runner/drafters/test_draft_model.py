@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import drafting
 import pytest
 import tiny
 import torch
@@ -102,7 +103,8 @@ def test_samples_of_a_prompt_catch_up_with_it_once_and_within_a_budget(
     counts = watch(engine, monkeypatch)
     prompt = tiny.make_prompts((101,))[0]
     engine.add_request(prompt, SamplingParams(n=8, temperature=0.8, max_tokens=14, seed=0))
-    assert run(engine, draft_model) > 100
+    with drafting.any_shape(engine):
+        assert run(engine, draft_model) > 100
     late = [count.get("draft_prefill", 0) for count in counts]
     assert max(late) <= 32
     assert 100 <= sum(late) < 101 + 8 * 6, "the prompt once, and for each what is its own"
