@@ -299,10 +299,10 @@ def generate_batch(
         TypeError: an argument that neither this function nor GenerationConfig has.
         EngineError: the engine failed; `.outputs` holds what had finished.
     """
+    settings = _settings_of(self, generation_config, kwargs)
     if sampling_params is not None and kwargs.keys() - {"max_new_tokens"}:
         raise TypeError(f"{sorted(kwargs)} and sampling_params both given; put everything into sampling_params")
     inputs = _list_of(inputs)
-    settings = _settings_of(self, generation_config, kwargs)
     if not inputs:
         return {}
     prompts, params = _prompts_of(self, inputs, settings, sampling_params, kwargs.get("max_new_tokens"))

@@ -6,7 +6,7 @@ its name: transformers' own continuous batching drops or mis-feeds such fields.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,31 @@ _TRANSLATED = frozenset(
 _MOOT = frozenset(
     {"use_cache", "cache_implementation", "cache_config", "max_cache_len", "renormalize_logits", "pad_token_id"}
     | {"bos_token_id", "return_dict_in_generate", "compile_config", "disable_compile", "continuous_batching_config"}
-    | {"low_memory", "_from_model_config", "transformers_version", "is_assistant", "prefill_chunk_size"}
+    | {"low_memory", "_from_model_config", "transformers_version", "prefill_chunk_size"}
     | {"early_stopping", "length_penalty", "remove_invalid_values", "decoder_start_token_id"}
-    | {"num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"}
-    | {"max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind"}
 )
+# Assisted generation in our words: what asks for it, or tunes it, and what to say instead.
+_DRAFT_MODEL = '"method": "draft_model", "model": ...'
+_ASSISTED = {
+    "prompt_lookup_num_tokens": '"method": "ngram", "num_speculative_tokens": {}',
+    "max_matching_ngram_size": '"method": "ngram", "prompt_lookup_max": {}',
+    "assistant_early_exit": '"method": "draft_model", "num_draft_layers": {}',
+    "num_assistant_tokens": _DRAFT_MODEL + ', "num_speculative_tokens": {}',
+    "num_assistant_tokens_schedule": _DRAFT_MODEL,
+    "assistant_confidence_threshold": _DRAFT_MODEL,
+    "assistant_lookbehind": _DRAFT_MODEL,
+    "target_lookbehind": _DRAFT_MODEL,
+    "assistant_ensemble_weight": _DRAFT_MODEL,
+    "is_assistant": _DRAFT_MODEL,
+}
+# Those that do nothing by themselves: transformers leaves them in the config of a model that has assisted another.
+_TUNING = _ASSISTED.keys() - {"prompt_lookup_num_tokens", "assistant_early_exit"}
+# Arguments that are no fields, `generate`'s own and one that looks like ours.
+_ASSISTED_ARGUMENTS = {
+    "assistant_model": _DRAFT_MODEL,
+    "assistant_tokenizer": _DRAFT_MODEL,
+    "speculative": '"method": ...',
+}
 # Values at which any other field asks for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
@@ -42,6 +62,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "diversity_penalty": (0.0,),
     "guidance_scale": (1.0, 1),
     "assistant_early_exit": (0,),
+    "num_assistant_tokens": (20,),
+    "num_assistant_tokens_schedule": ("constant",),
+    "assistant_confidence_threshold": (0.4,),
+    "assistant_lookbehind": (10,),
+    "target_lookbehind": (10,),
+    "max_matching_ngram_size": (2,),
 }
 
 
@@ -60,18 +86,29 @@ class GenerationSettings:
 
         Raises:
             TypeError: an override that GenerationConfig does not have.
+            ValueError: an override that asks for assisted generation, which is no matter of sampling.
         """
         base = given if given is not None else model_config
         config = GenerationConfig() if base is None else GenerationConfig.from_dict(base.to_dict())
         fields = config.to_dict()
         for name, value in overrides.items():
+            if name in _ASSISTED_ARGUMENTS:
+                raise TypeError(f"unexpected argument {name!r}; {_speculation(_ASSISTED_ARGUMENTS[name])}")
             if name.startswith("_") or name not in fields:
-                raise TypeError(f"unexpected argument {name!r}: neither generate_batch nor GenerationConfig has it")
+                fix = "; put it into sampling_params" if name in SamplingParams.__dataclass_fields__ else ""
+                raise TypeError(
+                    f"unexpected argument {name!r}: neither generate_batch nor GenerationConfig has it{fix}"
+                )
             setattr(config, name, value)
         if given is not None and model_config is not None and config.eos_token_id is None:
             config.eos_token_id = model_config.eos_token_id
+        for name in _TUNING:
+            if name not in overrides and getattr(config, name, None) == getattr(model_config, name, None):
+                setattr(config, name, None)
         origin = "the model's generation_config" if given is None else "generation_config"
-        return cls(config, {"": origin} | dict.fromkeys(overrides, "keyword argument"))
+        origins = {"": origin} | dict.fromkeys(overrides, "keyword argument")
+        _refuse_unsupported(config, origins, overrides.keys() & _ASSISTED.keys())
+        return cls(config, origins)
 
     @property
     def eos_token_id(self) -> int | list[int] | None:
@@ -92,7 +129,7 @@ class GenerationSettings:
             ValueError: a value out of range, or a setting that this engine does not do.
         """
         c = self.config
-        _refuse_unsupported(c, self.origins)
+        _refuse_unsupported(c, self.origins, c.to_dict())
         max_tokens = c.max_new_tokens
         if max_tokens is None and c.max_length is not None:
             max_tokens = max(0, c.max_length - prompt_length)
@@ -120,15 +157,21 @@ class GenerationSettings:
         return SamplingParams(**{k: v for k, v in (fields | changes).items() if v is not None})
 
 
-def _refuse_unsupported(config: GenerationConfig, origins: Mapping[str, str]) -> None:
-    for name, value in config.to_dict().items():
-        if value is None or value is False or name in _TRANSLATED or name in _MOOT:
+def _refuse_unsupported(config: GenerationConfig, origins: Mapping[str, str], names: Iterable[str]) -> None:
+    for name in names:
+        value = getattr(config, name, None)
+        if value is None or value is False or name in _TRANSLATED or name in _MOOT or value in _NEUTRAL.get(name, ()):
             continue
-        if value not in _NEUTRAL.get(name, ()):
-            origin = origins.get(name, origins[""])
-            raise ValueError(
-                f"{origin}: {name}={value!r} is not supported by cb_engine; unset it, or give sampling_params instead"
-            )
+        fix = "unset it, or give sampling_params instead"
+        if name in _ASSISTED:
+            fix = _speculation(_ASSISTED[name], value)
+        raise ValueError(f"{origins.get(name, origins[''])}: {name}={value!r} is not supported by cb_engine; {fix}")
+
+
+def _speculation(settings: str, value: Any = None) -> str:
+    """How to ask for it here."""
+    shown = settings.format(value if isinstance(value, int) else "...")
+    return f'for speculative decoding give continuous_batching_config={{"speculative": {{{shown}}}}}'
 
 
 def _bias(sequence_bias: Any) -> dict[int, float] | None:

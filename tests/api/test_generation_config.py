@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -153,6 +154,75 @@ def test_an_unknown_override_is_a_type_error_that_names_it(name: str):
         settings({}, **{name: 3})
 
 
+NGRAM, DRAFT_MODEL = '"method": "ngram"', '"method": "draft_model"'
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize(
+    ("name", "value", "fix"),
+    [
+        ("prompt_lookup_num_tokens", 6, NGRAM + ', "num_speculative_tokens": 6}'),
+        ("max_matching_ngram_size", 3, NGRAM + ', "prompt_lookup_max": 3}'),
+        ("assistant_early_exit", 4, DRAFT_MODEL + ', "num_draft_layers": 4}'),
+        ("num_assistant_tokens", 5, DRAFT_MODEL + ', "model": ..., "num_speculative_tokens": 5}'),
+        ("num_assistant_tokens_schedule", "heuristic", DRAFT_MODEL + ', "model": ...}'),
+        ("assistant_confidence_threshold", 0.5, DRAFT_MODEL + ', "model": ...}'),
+        ("assistant_lookbehind", 4, DRAFT_MODEL + ', "model": ...}'),
+        ("target_lookbehind", 4, DRAFT_MODEL + ', "model": ...}'),
+        ("is_assistant", True, DRAFT_MODEL + ', "model": ...}'),
+    ],
+)
+def test_assisted_generation_is_refused_with_what_to_say_instead(name: str, value: Any, fix: str, given: bool):
+    origin = "^generation_config" if given else "^keyword argument"
+    wanted = re.escape(f'continuous_batching_config={{"speculative": {{{fix}}}')
+    with pytest.raises(ValueError, match=rf"{origin}: {name}={value!r} .*{wanted}"):
+        params(**{name: value}) if given else settings({}, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"), [("assistant_model", DRAFT_MODEL), ("assistant_tokenizer", DRAFT_MODEL), ("speculative", "")]
+)
+def test_arguments_of_assisted_generation_are_refused_with_what_to_say_instead(name: str, fix: str):
+    for value in (object(), None):
+        with pytest.raises(TypeError, match=rf'{name}.* continuous_batching_config={{"speculative": {{{fix}'):
+            settings({}, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_assistant_tokens", 20),
+        ("num_assistant_tokens_schedule", "constant"),
+        ("assistant_confidence_threshold", 0.4),
+        ("assistant_lookbehind", 10),
+        ("target_lookbehind", 10),
+        ("max_matching_ngram_size", 2),
+        ("is_assistant", False),
+        ("assistant_early_exit", 0),
+        ("prompt_lookup_num_tokens", None),
+    ],
+)
+def test_defaults_of_assisted_generation_ask_for_nothing(name: str, value: Any):
+    assert params(**{name: value}) == settings({}, **{name: value}).sampling_params(3) == GREEDY
+
+
+def test_what_assisting_has_left_in_a_models_config_asks_for_nothing():
+    """transformers counts there how many tokens to draft next; callers often give a copy of that config."""
+    left = {"num_assistant_tokens": 7.0, "num_assistant_tokens_schedule": "heuristic", "is_assistant": True}
+    assert settings(model=left).sampling_params(3) == settings(left, model=left).sampling_params(3) == GREEDY
+    with pytest.raises(ValueError, match="num_assistant_tokens=8"):
+        settings({**left, "num_assistant_tokens": 8}, model=left).sampling_params(3)
+    with pytest.raises(ValueError, match="num_assistant_tokens=7"):
+        settings(model=left, num_assistant_tokens=7)
+    with pytest.raises(ValueError, match="the model's generation_config: prompt_lookup_num_tokens=3"):
+        settings(model={"prompt_lookup_num_tokens": 3}).sampling_params(3)
+
+
+def test_what_sampling_params_have_and_the_config_has_not_is_sent_there():
+    with pytest.raises(TypeError, match=r"'presence_penalty': .*; put it into sampling_params$"):
+        settings({}, presence_penalty=1.0)
+
+
 @pytest.mark.parametrize("name", ["validate", "to_dict", "save_pretrained", "update"])
 @pytest.mark.parametrize("value", [True, None])
 def test_a_method_of_the_config_is_no_field_of_it(name: str, value: Any):
@@ -259,14 +329,12 @@ def _odd(name: str) -> Any:
     return odd.get(name, {(1,): 2.0} if name == "sequence_bias" else 5)
 
 
-# Without do_sample the first row says nothing; eos_token_id is read by the manager; the rest does not change tokens,
-# or tunes assisted generation, which is asked for by an argument of its own.
+# Without do_sample the first row says nothing; eos_token_id is read by the manager; the rest does not change tokens.
 SILENT = {
     *("temperature", "top_k", "top_p", "min_p"),
     "eos_token_id",
     *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "renormalize_logits", "pad_token_id"),
     *("bos_token_id", "return_dict_in_generate", "compile_config", "disable_compile", "continuous_batching_config"),
-    *("low_memory", "is_assistant", "prefill_chunk_size", "early_stopping", "length_penalty", "remove_invalid_values"),
-    *("decoder_start_token_id", "num_assistant_tokens", "num_assistant_tokens_schedule"),
-    *("assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind"),
+    *("low_memory", "prefill_chunk_size", "early_stopping", "length_penalty", "remove_invalid_values"),
+    "decoder_start_token_id",
 }
