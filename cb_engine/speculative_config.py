@@ -31,7 +31,8 @@ class SpeculativeConfig:
             model (or the first layers of the model itself), "eagle3" an EAGLE-3 head.
         num_speculative_tokens: k, the most tokens guessed at once; None: 8 for lookups, 3 for a draft model, 2 for a
             head.
-        prompt_lookup_min, prompt_lookup_max: the shortest and longest n-gram that "ngram" looks for.
+        prompt_lookup_min, prompt_lookup_max: the shortest and longest n-gram that "ngram" looks for, 2 and 5. One that
+            is given alone moves the other where they would cross: a min of 6 means a max of 6, a max of 1 a min of 1.
         model: "draft_model": a loaded causal LM with the same vocabulary, or where to load it from; "eagle3": the
             folder of a checkpoint, or a loaded head.
         num_draft_layers: "draft_model": draft with so many first layers of the model itself, in place of `model`.
@@ -89,7 +90,12 @@ class SpeculativeConfig:
             )
 
     def _check_draft_model(self) -> None:
-        if (self.model is None) == (self.num_draft_layers is None):
+        if self.model is not None and self.num_draft_layers is not None:
+            raise ValueError(
+                f"speculative model and num_draft_layers={self.num_draft_layers!r} are both given; leave one out: the "
+                "model drafts by itself, num_draft_layers means the first layers of the target"
+            )
+        if self.model is None and self.num_draft_layers is None:
             raise ValueError(
                 "speculative method='draft_model' needs either model, a smaller causal LM with the same vocabulary, or "
                 "num_draft_layers, to draft with the first layers of the model itself"

@@ -389,12 +389,21 @@ def test_new_weights_are_drafted_with() -> None:
 @pytest.mark.parametrize(
     ("speculative", "message"),
     [
-        ({"method": "draft_model", "num_draft_layers": 2}, "num_draft_layers=2 must be below"),
-        ({"method": "draft_model", "model": "no such folder"}, "no such folder"),
+        (
+            {"method": "draft_model", "num_draft_layers": 2},
+            "^speculative num_draft_layers=2 must be below .* 2 layers; give fewer",
+        ),
+        (
+            {"method": "draft_model", "model": "no such folder"},
+            "^speculative model='no such folder': .*give the folder or",
+        ),
         ({"method": "draft_model", "model": 7}, "loaded causal LM"),
-        ({"method": "draft_model"}, "needs either model"),
+        ({"method": "draft_model"}, "needs either model, .* or num_draft_layers"),
         ({"method": "eagle3"}, "needs model"),
-        ({"method": "eagle3", "model": "no such folder"}, "no such folder"),
+        (
+            {"method": "eagle3", "model": "no such folder"},
+            "^speculative model='no such folder': .* is no folder; give one",
+        ),
         ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "exceeds"),
         ({"method": "suffix", "model": "x"}, "not for method"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "from 1"),

@@ -79,4 +79,7 @@ def test_a_head_that_is_none_is_an_error_without_a_trace(
     tiny_model: Path, questions_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tiny_model, questions_file, "--task", "eagle3", "--head", str(tmp_path)) == 2
-    assert f"error: {tmp_path} holds neither model.safetensors nor" in capsys.readouterr().err
+    assert (
+        f"error: speculative model='{tmp_path}': {tmp_path} holds neither model.safetensors nor"
+        in capsys.readouterr().err
+    )

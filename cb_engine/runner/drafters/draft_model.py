@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from cb_engine.request import Request
-from cb_engine.runner.drafters.chain import ChainDrafter, OwnCacheDrafter, Span
+from cb_engine.runner.drafters.chain import ChainDrafter, OwnCacheDrafter, Passes, Span
 from cb_engine.runner.forward import Forward, logits_forward
+from cb_engine.speculative.proposer import NO_DRAFT, Draft, DraftAsk
 
 
 class FirstLayersDrafter(ChainDrafter):
@@ -31,9 +32,28 @@ class DraftModelDrafter(OwnCacheDrafter):
 
     A `propose` catches up with no more tokens than a step may have, the most urgent requests first. Who is not there
     yet gets no draft and goes on from where it is the next time. What requests share is computed once.
+
+    Args:
+        max_model_len: where its positions end; None: nowhere. Who has grown beyond that gets no drafts.
     """
 
     shift = 0
+
+    def __init__(self, passes: Passes, max_model_len: int | None) -> None:
+        super().__init__(passes)
+        self._max_model_len = max_model_len
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        """See `Proposer.propose`."""
+        if self._max_model_len is None:
+            return super().propose(asks)
+        # The last draft is no input: its own position may be the first that there is not.
+        rooms = [self._max_model_len + 1 - ask.request.num_tokens for ask in asks]
+        within = [
+            replace(a, max_tokens=min(a.max_tokens, room)) for a, room in zip(asks, rooms, strict=True) if room > 0
+        ]
+        drafts = iter(super().propose(within))
+        return [next(drafts) if room > 0 else NO_DRAFT for room in rooms]
 
     def _first_spans(self, requests: Sequence[Request]) -> list[Span | None]:
         self._take_tables(requests)
@@ -103,7 +123,10 @@ def first_layers(shadow: nn.Module, num_layers: int) -> nn.Module:
     """
     name, layers = decoder_layers(shadow)
     if num_layers >= len(layers):
-        raise ValueError(f"num_draft_layers={num_layers} must be below the model's own {len(layers)} layers")
+        raise ValueError(
+            f"speculative num_draft_layers={num_layers} must be below the model's own {len(layers)} layers; give "
+            "fewer, or a draft model of its own"
+        )
     return _with_fewer(shadow, name.split("."), num_layers)
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from cb_engine.runner.drafters.eagle3_head import Eagle3Config, Eagle3Head, default_aux_layer_ids, weight_of
 
 _WEIGHTS, _OLD_WEIGHTS, _CONFIG = "model.safetensors", "pytorch_model.bin", "config.json"
+_MARKS = {"transformer_layer_config", "eagle_config", "eagle_aux_hidden_state_layer_ids", "draft_vocab_size"}
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "use_aux_hidden_state")
 
 
@@ -60,6 +61,18 @@ def load_eagle3(
     head = head.to(device=like.device, dtype=like.dtype)
     head.load_state_dict(tensors)
     return head.eval().requires_grad_(False)
+
+
+def kind_of(path: str | Path) -> str | None:
+    """What a folder says that it holds: "eagle3", in any of the layouts, "causal_lm", or None for anything else."""
+    try:
+        settings = json.loads((Path(path).expanduser() / _CONFIG).read_text(encoding="utf-8"))
+        names = " ".join(settings.get("architectures") or ())
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+    if not _MARKS.isdisjoint(settings) or "eagle3" in names.lower():
+        return "eagle3"
+    return "causal_lm" if "ForCausalLM" in names else None
 
 
 def save_eagle3(head: Eagle3Head, path: str | Path) -> None:
@@ -110,7 +123,7 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     if not files:
         old = folder / _OLD_WEIGHTS
         if not old.is_file():
-            raise ValueError(f"{folder} holds neither {_WEIGHTS} nor {_OLD_WEIGHTS}")
+            raise ValueError(f"{folder} holds neither {_WEIGHTS} nor {_OLD_WEIGHTS}; give the folder of a checkpoint")
         tensors = torch.load(old, map_location="cpu", weights_only=True)
     named = {name.removeprefix("model.").replace("layers.0.", "midlayer."): t for name, t in tensors.items()}
     return {name: t for name, t in named.items() if name != "t2d" and not name.endswith("rotary_emb.inv_freq")}

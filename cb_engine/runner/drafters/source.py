@@ -8,6 +8,7 @@ drafter.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,6 +39,8 @@ from cb_engine.runner.fusion import fused_shadow, packed_shadow
 from cb_engine.runner.kv_layout import LayerGroup, only
 from cb_engine.runner.probe import AttentionLayer, ModelProfile, profile_model, run_probe
 from cb_engine.runner.shadow import Fingerprint, fingerprint, make_shadow
+
+logger = logging.getLogger(__name__)
 
 # Ids by which two models of one tokenizer may differ, which only pad the matrices: so many, and such a share.
 _MOST_PADDING, _PADDING_SHARE = 1024, 1 / 8
@@ -138,7 +141,7 @@ class OwnModel(OwnTree[nn.Module]):
         try:
             self._profile = profile_model(model, make_shadow(model))
         except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"the draft model: {error}") from error
+            raise UnsupportedModelError(f"speculative model: {error}") from error
         sizes = self._profile.vocab_size, profile.vocab_size
         if max(sizes) - min(sizes) > min(_MOST_PADDING, _PADDING_SHARE * max(sizes)):
             raise ValueError(
@@ -147,10 +150,7 @@ class OwnModel(OwnTree[nn.Module]):
             )
         limit = self._profile.max_model_len
         if limit is not None and limit < config.max_model_len:
-            raise ValueError(
-                f"the draft model's positions end at {limit}, max_model_len is {config.max_model_len}; set "
-                "max_model_len lower, or take another draft model"
-            )
+            logger.warning("the draft model's positions end at %d: longer requests go on without drafts", limit)
         # All blocks are kept, also those behind a window, which attention masks by itself: the drafter may begin with
         # a text after the target has passed it.
         self.layers = tuple(replace(layer, window=None, is_drafters=True) for layer in self._profile.layers)
@@ -181,7 +181,7 @@ class OwnModel(OwnTree[nn.Module]):
         )
 
     def drafter(self, passes: Passes) -> ChainDrafter:
-        return DraftModelDrafter(passes)
+        return DraftModelDrafter(passes, self._profile.max_model_len)
 
     def devices(self, profile: ModelProfile) -> tuple[torch.device, torch.device]:
         return self._profile.input_device, self._profile.output_device
@@ -302,12 +302,20 @@ def draft_source(
         if isinstance(given, str | Path):
             given = load_draft_model(given, model, profile.layers[0].dtype)
         if not isinstance(given, nn.Module):
-            raise TypeError(f"speculative model must be a loaded causal LM or where to load it from, not {given!r}")
+            raise TypeError(
+                "speculative model must be a loaded causal LM or where to load it from, not of type "
+                f"{type(given).__name__}"
+            )
+        if isinstance(given, Eagle3Head):
+            raise ValueError("speculative model is an EAGLE-3 head; give method='eagle3'")
         return OwnModel(given, profile, config)
     if isinstance(given, str | Path):
         given = load_head(given, model, profile.layers[-1].device, profile.layers[-1].dtype)
     if not isinstance(given, Eagle3Head):
-        raise TypeError(f"speculative model must be the folder of an EAGLE-3 checkpoint or a head, not {given!r}")
+        raise TypeError(
+            "speculative model must be the folder of an EAGLE-3 checkpoint or a loaded Eagle3Head, not of type "
+            f"{type(given).__name__}; a causal LM drafts with method='draft_model'"
+        )
     return Head(given, model, shadow, profile, config)
 
 

@@ -173,3 +173,37 @@ def test_catching_up_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         seconds.append(engine._runner.drafter.catch_up_seconds)
     assert [s > 0 for s in seconds] == ["draft_prefill" in count for count in counts]
     assert [s > 0 for s in seconds].count(True) == 1
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"fake_static_device": True}, {"pad_decode_batches": True, "strict_shapes": True}]
+)
+def test_a_model_with_fewer_positions_drafts_as_far_as_they_go(
+    config: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its positions are rows of a table: one beyond the last would be an error."""
+    end = 20
+    model, prompts, _ = tiny.family("gpt2")
+    draft_model = tiny.make_model("gpt2", seed=77, n_positions=end)
+    sizes = {"max_num_seqs": 4, "max_model_len": 40, "num_blocks": 24, "max_num_batched_tokens": 32}
+    backend = "auto" if "fake_static_device" in config else "torch"
+    engine = make_engine(model, draft_model, **sizes, **config, attention_backend=backend)
+    assert [record.message for record in caplog.records] == [
+        "the draft model's positions end at 20: longer requests go on without drafts"
+    ]
+    engine.warmup(compile_only=True)
+    lengths: list[tuple[int, int]] = []
+    for prompt in prompts:
+        engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=None))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+        for request in engine._scheduler.unfinished():
+            drafts = list(request.draft_token_ids)
+            lengths += [(request.num_tokens, len(drafts))] * bool(drafts)
+            assert drafts == (tiny.generate(draft_model, request.token_ids, len(drafts)) if drafts else [])
+    assert len(caplog.records) == 1, "it did not fail"
+    wanted = sorted(tiny.generate(model, prompt, 40 - len(prompt)) for prompt in prompts)
+    assert sorted(output.generated_tokens for output in outputs) == wanted
+    assert max(length + count for length, count in lengths) == end + 1, "the last draft has no position"
+    assert max(count for _, count in lengths) == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import drafting
@@ -15,6 +16,7 @@ import torch
 from cb_engine import Engine, SamplingParams
 from cb_engine.errors import ModelChangedError
 from cb_engine.runner.drafters import source
+from cb_engine.runner.drafters.eagle3_checkpoint import save_eagle3
 from cb_engine.runner.drafters.eagle3_head import Eagle3Head
 
 
@@ -61,12 +63,45 @@ def test_a_head_for_layers_that_are_not_there_is_refused() -> None:
         run(model, head)
 
 
-@pytest.mark.parametrize(("value", "name"), [(3, "3"), (torch.nn.Linear(2, 2), "Linear")])
-def test_a_model_that_is_none_is_refused(value: object, name: str) -> None:
+LM, HEAD = "a loaded causal LM or where", "the folder of an EAGLE-3 checkpoint or a loaded Eagle3Head"
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "message"),
+    [
+        ("draft_model", 3, f"speculative model must be {LM} .* not of type int"),
+        ("eagle3", 3, f"speculative model must be {HEAD}, not of type int"),
+        ("draft_model", torch.nn.Linear(2, 2), "speculative model: Linear is no transformers causal language model"),
+        ("eagle3", torch.nn.Linear(2, 2), f"speculative model must be {HEAD}, not of type Linear; .*'draft_model'"),
+    ],
+    ids=["draft_model-3", "eagle3-3", "draft_model-Linear", "eagle3-Linear"],
+)
+def test_a_model_that_is_none_is_refused(method: str, value: object, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=rf"^{message}") as error:
+        Engine(tiny.make_model("llama"), config={"speculative": {"method": method, "model": value}})
+    assert len(str(error.value)) < 250, "no text of a module"
+
+
+def test_what_is_for_the_other_method_is_refused_with_its_name(tmp_path: Path) -> None:
     model = tiny.make_model("llama")
-    for method in ("eagle3", "draft_model"):
-        with pytest.raises((TypeError, ValueError), match=name):
-            Engine(model, config={"speculative": {"method": method, "model": value}})
+    head = drafting.make_head(model)
+    save_eagle3(head, tmp_path / "head")
+    model.save_pretrained(tmp_path / "lm")
+    for method, value, other in (
+        ("draft_model", head, "eagle3"),
+        ("draft_model", str(tmp_path / "head"), "eagle3"),
+        ("eagle3", model, "draft_model"),
+        ("eagle3", str(tmp_path / "lm"), "draft_model"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=rf"^speculative model.*method='{other}'") as error:
+            make_engine(method, model, value)
+        assert len(str(error.value)) < 400, "no text of a module"
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_a_folder_of_something_else_is_refused(method: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"^speculative model='{tmp_path}': .*; give the folder"):
+        make_engine(method, tiny.make_model("llama"), str(tmp_path))
 
 
 # ---- trees ---------------------------------------------------------------------------------------------------------
