@@ -137,8 +137,15 @@ def load_questions(dataset: str) -> list[str]:
     return [record["question"] for record in records]
 
 
+def _is_path(dataset: str) -> bool:
+    """Whether a name can be no hub id, which is `name` or `owner/name`: the hub's client would try for a minute."""
+    return dataset.endswith((".jsonl", ".json")) or dataset.startswith((".", "~", "/")) or dataset.count("/") > 1
+
+
 def _load_from_hub(dataset: str) -> list[dict[str, Any]]:
     fix = 'Give --dataset FILE.jsonl, one {"question": "..."} per line.'
+    if _is_path(dataset) and not Path(dataset).expanduser().exists():
+        raise OSError(f"{dataset!r} does not exist. {fix}")
     try:
         import datasets
     except ImportError as error:

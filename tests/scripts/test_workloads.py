@@ -96,6 +96,13 @@ def test_a_record_without_a_question_is_named(tmp_path: Path) -> None:
         load_questions(str(path))
 
 
+@pytest.mark.parametrize("name", ["nope.jsonl", "nope.json", "data/nope.jsonl", "./nope", "~/nope", "/a/b", "a/b/c"])
+def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(OSError, match=rf"'{name}' does not exist\. Give --dataset FILE\.jsonl"):
+        load_questions(name)
+
+
 def test_an_unreachable_hub_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     class Offline:
         @staticmethod
