@@ -35,6 +35,7 @@ LAYERS = (
 )
 TORCH_FREE = (
     "cb_engine.scheduler.scheduler",
+    "cb_engine.scheduler.drafts",
     "cb_engine.scheduler.queue",
     "cb_engine.scheduler.output",
     "cb_engine.kv_cache.block_manager",

@@ -4,8 +4,7 @@ Owns all Requests and their queues, and is alone in changing them. Does not know
 One counter, no modes: a running request gets `num_tokens - num_computed_tokens` tokens, or as many of them as the
 step's budget leaves. Decodes go first, so a long prompt never holds them up; prompts take what is left, in
 chunks; when blocks run out, the latest of the least urgent requests gives its own back and is recomputed later.
-Drafts come last: a step without prompts verifies as many as budget and spare blocks allow, and nobody is preempted,
-or kept waiting, for them.
+Drafts come last (`drafts.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ from cb_engine.kv_cache.block_manager import BlockManager, SharedPrefix
 from cb_engine.outputs import FinishReason
 from cb_engine.request import ForkGroup, Request, Status
 from cb_engine.scheduler.admission import Admission
+from cb_engine.scheduler.drafts import Drafts
 from cb_engine.scheduler.output import ModelOutput, SampledToken, ScheduledRequest, SchedulerOutput
 from cb_engine.scheduler.queue import WaitingQueue
+from cb_engine.scheduler.step import Step
 from cb_engine.speculative.proposer import DraftAsk
 
 
@@ -48,27 +49,6 @@ class SchedulerCounters:
     accepted_per_position: list[int] = field(default_factory=list)  # how often the i-th of them became output
 
 
-@dataclass
-class _Step:
-    """A step being planned."""
-
-    budget: int  # tokens that may still be added
-    items: dict[str, ScheduledRequest] = field(default_factory=dict)
-    preempted: bool = False
-
-    def add(self, item: ScheduledRequest) -> None:
-        """Takes a request in."""
-        self.items[item.request.request_id] = item
-        self.budget -= item.num_tokens
-
-    def drop(self, request: Request) -> None:
-        """Takes a preempted request out again, if it was in."""
-        self.preempted = True
-        item = self.items.pop(request.request_id, None)
-        if item is not None:
-            self.budget += item.num_tokens
-
-
 class Scheduler:
     """Invariant: a request is waiting (no blocks), running (a row and blocks) or finished (forgotten)."""
 
@@ -79,8 +59,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
         self._running: list[Request] = []
-        self._has_spare = False  # whether requests may hold blocks for drafts alone
-        self._has_drafts = False  # whether any request may have some
+        self._drafts = Drafts(block_manager, self._running)
         self._lacks_blocks = False  # whether the first in line found too few of them in the latest step
         self._ended_outside_step: list[Request] = []
 
@@ -196,11 +175,11 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plans one step; an empty plan means that nothing can run now."""
-        step = _Step(self.config.max_num_batched_tokens)
+        step = Step(self.config.max_num_batched_tokens)
         self._schedule_running(step)
         if not step.preempted:  # taking newcomers in would only preempt again
             self._schedule_waiting(step)
-        self._add_drafts(step)
+        self._drafts.add_to(step)
         scheduled = sorted(step.items.values(), key=_plan_order)
         width = max((-(-s.end // self._blocks.block_size) for s in scheduled), default=0)
         tables = self._blocks.block_tables([s.request for s in scheduled], width)
@@ -210,7 +189,7 @@ class Scheduler:
         is_prefill = request.num_remaining_tokens > 1
         return (is_prefill != self.config.prefill_first, request.sort_key)
 
-    def _schedule_running(self, step: _Step) -> None:
+    def _schedule_running(self, step: Step) -> None:
         """Gives running requests their next tokens."""
         for request in sorted(self._running, key=self._step_order):
             num_tokens = self._chunk(request, request.num_computed_tokens, step.budget)
@@ -220,14 +199,14 @@ class Scheduler:
             if num_tokens:
                 step.add(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
 
-    def _make_room(self, request: Request, num_tokens: int, step: _Step) -> int:
+    def _make_room(self, request: Request, num_tokens: int, step: Step) -> int:
         """Allocates for a running request, preempting others as long as it takes, itself at the last.
 
         Returns:
             the tokens it got room for: fewer than asked if it is alone and the pool holds no more, 0 if it must stop.
         """
         while not self._blocks.allocate(request, num_tokens):
-            if self._take_back_spare(step):
+            if self._drafts.take_back(step):
                 continue
             if len(self._running) == 1:
                 num_tokens //= 2
@@ -257,7 +236,7 @@ class Scheduler:
         self.finish(request, "length", "kv_cache_capacity")
         self._ended_outside_step.append(request)
 
-    def _schedule_waiting(self, step: _Step) -> None:
+    def _schedule_waiting(self, step: Step) -> None:
         """Admits waiting requests in order while sequences, budget and blocks last."""
         reserve = len(self._running)
         admission = Admission(self._blocks, self._running)
@@ -271,7 +250,7 @@ class Scheduler:
             if admission.follows(request, shared):
                 continue
             num_tokens = self._admit(request, shared, step.budget, reserve)
-            if num_tokens == 0 and self._take_back_spare(step):
+            if num_tokens == 0 and self._drafts.take_back(step):
                 num_tokens = self._admit(request, shared, step.budget, reserve)
             if num_tokens == 0:
                 self._lacks_blocks = True
@@ -282,30 +261,8 @@ class Scheduler:
     # ---- drafts ----------------------------------------------------------------------------------------------
 
     def draftable(self, num_tokens: int, num_requests: int, *, with_blocks: bool) -> list[DraftAsk]:
-        """The requests whose next step is a decode, in order of urgency, with how many drafts each may be given. None
-        if that step will compute prompts, as far as can be told: it would verify nothing.
-
-        Args:
-            num_tokens: at most so many, and no more than its length leaves.
-            num_requests: the most that are returned.
-            with_blocks: whether drafting writes to the cache: each gets blocks for its drafts now, or fewer drafts.
-        """
-        asks: list[DraftAsk] = []
-        if self._expects_prompts:
-            return asks
-        for request in sorted(self._running, key=lambda r: r.sort_key):
-            if len(asks) == num_requests:
-                break
-            if request.num_remaining_tokens != 1 or not request.sampling_params.speculative:
-                continue
-            # The row behind the last draft gives a token too.
-            left = request.max_tokens - len(request.output_token_ids) - 1
-            room = min(num_tokens, left)
-            if with_blocks:
-                room = self._room_for_drafts(request, room)
-            if room > 0:
-                asks.append(DraftAsk(request, room))
-        return asks
+        """See `Drafts.asks`. None if the next step will compute prompts, as far as can be told: it verifies nothing."""
+        return [] if self._expects_prompts else self._drafts.asks(num_tokens, num_requests, with_blocks=with_blocks)
 
     @property
     def _expects_prompts(self) -> bool:
@@ -314,45 +271,9 @@ class Scheduler:
 
     def set_draft(self, request: Request, token_ids: Sequence[int]) -> None:
         """Gives a request the drafts that its next step may verify."""
-        request.draft_token_ids = tuple(token_ids)
-        self._has_drafts |= bool(token_ids)
+        self._drafts.give(request, token_ids)
 
-    def _add_drafts(self, step: _Step) -> None:
-        """Lets the requests of a step without prompts verify their drafts, with what is left of budget and blocks."""
-        if not self._has_drafts:
-            return
-        self._has_drafts = False
-        items = list(step.items.values())
-        if any(item.num_tokens > 1 or not item.samples for item in items):
-            return  # what a prompt makes of the step would not be known beforehand
-        for item in items:
-            drafts = item.request.draft_token_ids[: max(0, step.budget)]
-            drafts = drafts[: self._room_for_drafts(item.request, len(drafts))]
-            if drafts:
-                step.budget -= len(drafts)
-                verified = ScheduledRequest(item.request, item.start, 1 + len(drafts), drafts)
-                step.items[item.request.request_id] = verified
-
-    def _room_for_drafts(self, request: Request, wanted: int) -> int:
-        """How many of `wanted` drafts there are blocks for, which are taken."""
-        size, first = self._blocks.block_size, request.num_computed_tokens + 1
-        while wanted > 0:
-            if self._blocks.allocate_spare(request, 1 + wanted, reserve=len(self._running)):
-                self._has_spare = True
-                return wanted
-            wanted = (first + wanted - 1) // size * size - first  # a block less
-        return 0
-
-    def _take_back_spare(self, step: _Step) -> bool:
-        """Takes all blocks back that are held for drafts alone; whether there were any."""
-        if not self._has_spare:
-            return False
-        self._has_spare = False
-        freed = 0
-        for request in self._running:
-            item = step.items.get(request.request_id)
-            freed += self._blocks.trim(request, item.end if item else request.num_computed_tokens)
-        return freed > 0
+    # ---- room ------------------------------------------------------------------------------------------------
 
     def _chunk(self, request: Request, num_computed_tokens: int, budget: int) -> int:
         """Tokens that a request may compute in this step.
