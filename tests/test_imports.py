@@ -51,6 +51,7 @@ TORCH_FREE = (
     "cb_engine.sampling_params",
     "cb_engine.outputs",
     "cb_engine.errors",
+    "cb_engine.serve.parsers",
 )
 HEAVY = {"torch", "transformers", "accelerate", "safetensors", "triton"}
 

@@ -127,6 +127,8 @@ def merge(events: Iterable[Event]) -> list[Event]:
         last = merged[-1] if merged else None
         if isinstance(event, Content) and isinstance(last, Content):
             merged[-1] = Content(last.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
+            merged[-1] = Reasoning(last.text + event.text)
         elif isinstance(event, ToolCallArguments) and isinstance(last, ToolCallArguments) and last.index == event.index:
             merged[-1] = ToolCallArguments(event.index, last.delta + event.delta)
         else:

@@ -13,7 +13,7 @@ MARKER, ARGS = "[TOOL_CALLS]", "[ARGS]"
 # no [ARGS].
 _HEADER = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(\[ARGS\])?\s*")
 _HEADER_END = re.compile(r"\{|\[ARGS\]")
-_HEADER_SO_FAR = re.compile(r"[\w.-]+\s*(?:\[[\w\s\]\[]*)?")
+_HEADER_SO_FAR = re.compile(r"[\w.-]+\s*(?:\[(?:A\w*|C\w*(?:\]\s*\w*\s*(?:\[\w*)?)?)?)?")
 _MODEL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 

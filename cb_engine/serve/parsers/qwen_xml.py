@@ -118,10 +118,7 @@ class QwenXmlParser(ToolParser):
         return at
 
     def _end_of_text(self) -> None:
-        if self._state == self._parameter:
-            self._emit_arguments(self._value.feed(self._tail))
-            self._tail = ""
-        elif self._state in (self._function_body, self._after_function):
+        if self._state in (self._function_body, self._parameter, self._after_function):
             self._tail = ""  # the beginning of a tag
 
 

@@ -1,0 +1,243 @@
+"""The grammar allows what its format's parser reads as a call of the tools, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from parsing import calls, collect, stream
+
+from cb_engine.models import resolve_model
+from cb_engine.serve.parsers import ReasoningFormat, Tool, ToolFormat, make_response_parser, structured_for_tools
+
+llguidance = pytest.importorskip("llguidance")
+
+CITY = {"type": "string", "enum": ["Oslo", "Rome"]}
+WEATHER = Tool(
+    "get_weather",
+    parameters={
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/City"}, "days": {"type": "integer"}},
+        "required": ["city"],
+        "additionalProperties": False,
+        "$defs": {"City": CITY},
+    },
+)
+NOTE = Tool("note", parameters={"properties": {"text": {"type": "string"}}, "required": ["text"]})
+ANY, EMPTY = Tool("any"), Tool("empty", parameters={})
+TOOLS = (WEATHER, NOTE, ANY, EMPTY)
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+GOOD_CALLS = [
+    ("get_weather", {"city": "Oslo"}),
+    ("get_weather", {"city": "Rome", "days": 3}),
+    ("note", {"text": 'say "hi"\nand <tool_call> {]'}),
+    ("any", {"x": [1, {"y": None}]}),
+    ("empty", {}),
+]
+BAD_CALLS = [
+    ("get_weather", {"city": "Paris"}),
+    ("get_weather", {"days": 3}),
+    ("get_weather", {"city": "Oslo", "days": "3"}),
+    ("get_weather", {"city": "Oslo", "hours": 3}),
+    ("note", {}),
+    ("other", {}),
+]
+JSON_FORMATS = [form for form in ToolFormat if form is not ToolFormat.QWEN_XML]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(resolve_model("demo"))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer: Any) -> Any:
+    from llguidance.hf import from_tokenizer
+
+    return from_tokenizer(tokenizer)
+
+
+def accepts(vocabulary: Any, structured: dict[str, str], text: str, spelled: bool = False) -> bool:
+    """Whether the grammar compiles and allows the text, and the text to end there.
+
+    A text that is spelled comes one character a token, so that it holds no special token.
+    """
+    [(field, grammar)] = structured.items()
+    assert field == "grammar"
+    matcher = llguidance.LLMatcher(vocabulary, llguidance.LLMatcher.grammar_from_lark(grammar))
+    assert not matcher.is_error(), matcher.get_error()
+    token_ids = [i for piece in (text if spelled else [text]) for i in vocabulary.tokenize_str(piece)]
+    return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+
+def written(form: ToolFormat, made: list[tuple[str, Any]], as_list: bool = True) -> str:
+    """Calls as the format has them."""
+    texts = [_call(form, name, arguments) for name, arguments in made]
+    if form in (ToolFormat.HERMES, ToolFormat.QWEN_XML):
+        return "\n".join(texts)
+    if form is ToolFormat.LLAMA3_JSON:
+        return "; ".join(texts)
+    if form is ToolFormat.MISTRAL_ARGS:
+        return "".join(texts)
+    row = ", ".join(texts)
+    return f"[TOOL_CALLS][{row}]" if form is ToolFormat.MISTRAL else f"[{row}]" if as_list else row
+
+
+def _call(form: ToolFormat, name: str, arguments: Any) -> str:
+    if form is ToolFormat.MISTRAL_ARGS:
+        return f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}"
+    if form is ToolFormat.QWEN_XML:
+        values = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
+        body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+        return f"<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>"
+    key = "parameters" if form is ToolFormat.LLAMA3_JSON else "arguments"
+    text = f'{{"name": "{name}", "{key}": {json.dumps(arguments)}}}'
+    return f"<tool_call>\n{text}\n</tool_call>" if form is ToolFormat.HERMES else text
+
+
+def read_back(form: ToolFormat, text: str, tools: tuple[Tool, ...] = TOOLS) -> list[tuple[str, Any]]:
+    """The calls that the format's parser finds in a text that is nothing else."""
+    message = collect(stream(make_response_parser(tools=form, reasoning=None, functions=tools), list(text)))
+    assert message.content is None
+    assert not message.is_truncated
+    return [(name, json.loads(arguments)) for name, arguments in calls(message)]
+
+
+@pytest.mark.parametrize("form", JSON_FORMATS)
+def test_required_allows_every_right_call_and_no_wrong_one(form, vocabulary):
+    structured = structured_for_tools(TOOLS, "required", form, parallel_tool_calls=False)
+    for call in GOOD_CALLS:
+        text = written(form, [call], as_list=False)
+        assert accepts(vocabulary, structured, text), text
+        assert read_back(form, text) == [call]
+    for call in BAD_CALLS:
+        assert not accepts(vocabulary, structured, written(form, [call], as_list=False)), call
+
+
+@pytest.mark.parametrize("form", list(ToolFormat))
+def test_several_calls_come_only_in_parallel(form, vocabulary):
+    good = [("empty", {}), ("note", {"text": "a"})]
+    text = written(form, good)
+    assert accepts(vocabulary, structured_for_tools(TOOLS, "required", form), text)
+    assert not accepts(vocabulary, structured_for_tools(TOOLS, "required", form, parallel_tool_calls=False), text)
+    assert read_back(form, text) == good
+
+
+@pytest.mark.parametrize("form", JSON_FORMATS)
+def test_a_named_function_is_called_once(form, vocabulary):
+    structured = structured_for_tools(TOOLS, NAMED, form)
+    one = written(form, [GOOD_CALLS[0]], as_list=False)
+    assert accepts(vocabulary, structured, one)
+    assert not accepts(vocabulary, structured, written(form, GOOD_CALLS[:2]))
+    assert not accepts(vocabulary, structured, written(form, [("note", {"text": "a"})], as_list=False))
+
+
+@pytest.mark.parametrize("form", list(ToolFormat))
+def test_plain_text_and_nothing_are_no_call(form, vocabulary):
+    structured = structured_for_tools(TOOLS, "required", form)
+    for text in ("", "I will not.", "{}", "<think>\n", "[]"):
+        assert not accepts(vocabulary, structured, text)
+
+
+XML_TOOL = Tool(
+    "f",
+    parameters={
+        "type": "object",
+        "properties": {
+            "city": CITY,
+            "text": {"type": "string"},
+            "days": {"$ref": "#/$defs/Days"},
+            "kind": {"type": "string", "const": "k"},
+            "any": True,
+        },
+        "required": ["city", "extra"],
+        "$defs": {"Days": {"type": "integer"}},
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_right"),
+    [
+        ({"city": "Oslo", "extra": "e"}, True),
+        ({"city": "Oslo", "text": 'a "b"\n<parameter=x> \\ é', "days": 3, "kind": "k", "extra": ""}, True),
+        ({"city": "Oslo", "any": {"x": [1]}, "extra": "e"}, True),
+        ({"city": "Paris", "extra": "e"}, False),
+        ({"city": "Oslo"}, False),
+        ({"city": "Oslo", "days": "three", "extra": "e"}, False),
+        ({"city": "Oslo", "kind": "l", "extra": "e"}, False),
+        ({"city": "Oslo", "extra": "e", "more": 1}, False),
+    ],
+)
+def test_xml_parameters_follow_their_schemas(arguments, is_right, vocabulary):
+    structured = structured_for_tools([XML_TOOL, ANY], "required", ToolFormat.QWEN_XML)
+    text = written(ToolFormat.QWEN_XML, [("f", arguments)])
+    assert accepts(vocabulary, structured, text) is is_right
+    if is_right:
+        assert read_back(ToolFormat.QWEN_XML, text, (XML_TOOL,)) == [("f", arguments)]
+
+
+def test_reasoning_may_come_first(vocabulary):
+    form, think = ToolFormat.HERMES, ReasoningFormat.THINK
+    call = written(form, [("empty", {})])
+    free = structured_for_tools(TOOLS, "required", form, reasoning=think)
+    assert accepts(vocabulary, free, call)
+    assert accepts(vocabulary, free, f"<think>\nHm, <tool_call>?\n</think>\n\n{call}")
+    assert not accepts(vocabulary, free, f"Hm\n</think>\n\n{call}")
+    opened = structured_for_tools(TOOLS, "required", form, reasoning=think, starts_in_reasoning=True)
+    assert accepts(vocabulary, opened, f"Hm\n</think>\n\n{call}")
+    assert not accepts(vocabulary, opened, call)
+    closed = structured_for_tools(TOOLS, "required", form)
+    assert not accepts(vocabulary, closed, f"<think>\nHm\n</think>\n\n{call}")
+
+
+def test_mistrals_reasoning_markers(vocabulary):
+    structured = structured_for_tools(TOOLS, "required", ToolFormat.MISTRAL_ARGS, reasoning=ReasoningFormat.MISTRAL)
+    assert accepts(vocabulary, structured, "[THINK]Hm[/THINK][TOOL_CALLS]empty[ARGS]{}")
+
+
+def test_markers_that_are_special_tokens_are_asked_for_as_tokens():
+    from llguidance.hf import from_tokenizer
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("demo"))
+    markers = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"]
+    tokenizer.add_special_tokens({"additional_special_tokens": markers})
+    vocabulary = from_tokenizer(tokenizer)
+    special = {marker: tokenizer.convert_tokens_to_ids(marker) for marker in markers}
+    texts = {
+        ToolFormat.MISTRAL: '[THINK]Hm[/THINK][TOOL_CALLS][{"name": "empty", "arguments": {}}]',
+        ToolFormat.MISTRAL_ARGS: "[THINK]Hm[/THINK][TOOL_CALLS]empty[ARGS]{}[TOOL_CALLS]any[ARGS]{}",
+    }
+    for form, text in texts.items():
+        as_tokens = structured_for_tools(
+            TOOLS, "required", form, reasoning=ReasoningFormat.MISTRAL, special_tokens=special
+        )
+        assert accepts(vocabulary, as_tokens, text)
+        assert not accepts(vocabulary, as_tokens, text, spelled=True)
+        as_text = structured_for_tools(TOOLS, "required", form, reasoning=ReasoningFormat.MISTRAL)
+        assert accepts(vocabulary, as_text, text, spelled=True)
+        assert not accepts(vocabulary, as_text, text)
+
+
+@pytest.mark.parametrize(
+    ("tools", "tool_choice", "message"),
+    [
+        ((), "required", "tool_choice: 'required' needs tools, got none"),
+        (TOOLS, "auto", "tool_choice: a grammar is for \"required\" or .*, got 'auto'"),
+        (TOOLS, {"type": "function"}, "tool_choice: a grammar is for"),
+        (TOOLS, {"type": "function", "function": {}}, "tool_choice: a grammar is for"),
+        (
+            TOOLS,
+            {"type": "function", "function": {"name": "launch"}},
+            "there is no function 'launch'; name one of tools: get_weather, note, any, empty",
+        ),
+    ],
+)
+def test_a_tool_choice_that_cannot_be_enforced_is_refused(tools, tool_choice, message):
+    with pytest.raises(ValueError, match=message):
+        structured_for_tools(tools, tool_choice, ToolFormat.HERMES)
