@@ -178,7 +178,7 @@ class CallReader:
         return _Role.OTHER
 
     def _take_name(self, name: str | None) -> None:
-        if not name or (self._names is not None and name not in self._names):
+        if not name or not name.isprintable() or (self._names is not None and name not in self._names):
             self.failed = True
             return
         self.name = name

@@ -15,6 +15,11 @@ from cb_engine.serve.parsers import hermes, mistral, qwen_xml
 from cb_engine.serve.parsers.formats import ReasoningFormat, ToolFormat
 from cb_engine.serve.parsers.tools import Tool
 
+# Of JSON, between its parts: enough for any indentation, and no model can fill its output with it.
+_WHITESPACE = r"[ \n\r\t]{1,64}"
+_PROSE = ("description", "title", "$comment")
+_XML_KEY = re.compile(r"[^>\s]([^>\n]*[^>\s])?")
+
 
 def structured_for_tools(
     tools: Sequence[Tool],
@@ -42,8 +47,12 @@ def structured_for_tools(
             as these tokens; others, and all if None, as text.
 
     Raises:
-        ValueError: if there are no tools, or `tool_choice` is none of the above or names none of them.
+        ValueError: if there are no tools, `tool_choice` is none of the above or names none of them, a parameter's
+            name cannot be written in the format, a schema is nested too deeply, or `starts_in_reasoning` comes
+            without a `reasoning` format.
     """
+    if starts_in_reasoning and reasoning is None:
+        raise ValueError("starts_in_reasoning=True needs a reasoning format, got reasoning=None; name one")
     chosen = _chosen(tools, tool_choice)
     lark = _Lark(special_tokens or {})
     several = parallel_tool_calls and tool_choice == "required"
@@ -78,13 +87,13 @@ class _Lark:
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
         self._special_tokens = special_tokens
-        self._rules: list[str] = []
+        self._rules: dict[str, str] = {}
 
     def rule(self, name: str, body: str) -> None:
-        self._rules.append(f"{name}: {body}")
+        self._rules[name] = body
 
     def text(self) -> str:
-        return "\n".join(reversed(self._rules)) + "\n"
+        return "".join(f"{name}: {body}\n" for name, body in reversed(self._rules.items()))
 
     def literal(self, text: str, *markers: str) -> str:
         """Text as it is, with those of the markers that are special tokens as tokens."""
@@ -95,7 +104,7 @@ class _Lark:
         return " ".join(self._piece(piece, piece in special) for piece in pieces if piece)
 
     def up_to(self, name: str, marker: str) -> str:
-        """Any text and the first marker behind it; `name` is free for a rule."""
+        """Any text and the first marker behind it; `name` is for the rule that this may take."""
         if marker in self._special_tokens:
             return f"/(?s:.*)/ {self._piece(marker, is_special=True)}"
         pattern = re.escape(marker).replace("/", r"\/").replace("\\\n", r"\n")
@@ -111,7 +120,23 @@ def _quoted(text: str) -> str:
 
 
 def _json(schema: Any) -> str:
-    return "%json " + json.dumps(schema)
+    try:
+        if isinstance(schema, Mapping):
+            schema = {"x-guidance": {"whitespace_pattern": _WHITESPACE}, **_without_prose(schema)}
+        return "%json " + json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    except RecursionError:
+        raise ValueError("tools: the schema of a function's parameters is nested too deeply; flatten it") from None
+
+
+def _without_prose(schema: Any) -> Any:
+    """A schema less what is for readers, and most of its length; grammars may not be long."""
+    if isinstance(schema, list):
+        return [_without_prose(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    # A property may have one of these names as well, but then stands a schema behind it, no string.
+    kept = {key: value for key, value in schema.items() if not (key in _PROSE and isinstance(value, str))}
+    return {key: value if key in ("enum", "const") else _without_prose(value) for key, value in kept.items()}
 
 
 def _arguments(tool: Tool) -> str:
@@ -127,13 +152,9 @@ def _call(lark: _Lark, name: str, tool: Tool, form: ToolFormat) -> str:
             head = f"{mistral.MARKER}{tool.name}{mistral.ARGS}"
             return f"{lark.literal(head, mistral.MARKER, mistral.ARGS)} {_arguments(tool)}"
         case ToolFormat.HERMES:
-            return " ".join(
-                (
-                    lark.literal(hermes.OPEN + "\n", hermes.OPEN),
-                    _object(tool, "arguments"),
-                    lark.literal("\n" + hermes.CLOSE, hermes.CLOSE),
-                )
-            )
+            opening = lark.literal(hermes.OPEN + "\n", hermes.OPEN)
+            closing = lark.literal("\n" + hermes.CLOSE, hermes.CLOSE)
+            return f"{opening} {_object(tool, 'arguments')} {closing}"
         case ToolFormat.LLAMA3_JSON:
             return _object(tool, "parameters")
         case ToolFormat.MISTRAL | ToolFormat.JSON:
@@ -163,25 +184,31 @@ def _xml_call(lark: _Lark, name: str, tool: Tool) -> str:
     required = schema.get("required", ())
     head = f"{qwen_xml.OPEN}\n{qwen_xml.FUNCTION}{tool.name}>\n"
     parts = [lark.literal(head, qwen_xml.OPEN)]
-    for index, key in enumerate([*properties, *(key for key in required if key not in properties)]):
+    for index, key in enumerate(dict.fromkeys([*properties, *required])):
+        if not _XML_KEY.fullmatch(key):
+            raise ValueError(
+                f"tools: parameter {key!r} of {tool.name!r} cannot stand in <parameter=...>; name it without '>', "
+                "line breaks and outer spaces"
+            )
         rule, opening = f"{name}_{index}", f"{qwen_xml.PARAMETER}{key}>\n"
-        value = _xml_value(lark, rule, properties.get(key, {"type": "string"}), schema)
+        value = _xml_value(lark, properties.get(key, {"type": "string"}), schema)
         lark.rule(rule, f"{_quoted(opening)} {value}")
         parts.append(rule if key in required else f"{rule}?")
     parts.append(lark.literal(f"{qwen_xml.FUNCTION_END}\n{qwen_xml.CLOSE}", qwen_xml.CLOSE))
     return " ".join(parts)
 
 
-def _xml_value(lark: _Lark, name: str, schema: Any, root: Mapping[str, Any]) -> str:
+def _xml_value(lark: _Lark, schema: Any, root: Mapping[str, Any]) -> str:
     end = f"\n{qwen_xml.PARAMETER_END}\n"
+    lark.rule("value_end", _quoted(end))
     if not qwen_xml.is_string(schema):
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
         whole = {**definitions, **schema} if isinstance(schema, Mapping) else schema
-        return f"{_json(whole)} {_quoted(end)}"
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        return f"{_json(whole)} value_end"
+    choices = qwen_xml.string_choices(schema)
     if choices is None:
-        return lark.up_to(f"{name}_text", end)
-    return f"({' | '.join(map(_quoted, choices))}) {_quoted(end)}"
+        return lark.up_to("value_text", end)
+    return f"({' | '.join(map(_quoted, choices))}) value_end"
 
 
 def _reasoning(lark: _Lark, form: ReasoningFormat | None, is_open: bool) -> str:

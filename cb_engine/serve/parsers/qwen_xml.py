@@ -126,9 +126,16 @@ def is_string(schema: Any) -> bool:
     """Whether a parameter's schema allows nothing but strings, so that its text needs no look at its end."""
     if not isinstance(schema, Mapping):
         return False
-    if "enum" in schema and "type" not in schema:
-        return all(isinstance(value, str) for value in schema["enum"])
-    return schema.get("type") in ("string", ["string"])
+    choices = string_choices(schema)
+    return bool(choices) if choices is not None else schema.get("type") in ("string", ["string"])
+
+
+def string_choices(schema: Mapping[str, Any]) -> list[str] | None:
+    """Return what a schema's `enum` or `const` allows, nothing if not all of it is a string; None if it has neither."""
+    if "enum" not in schema and "const" not in schema:
+        return None
+    values = schema["enum"] if "enum" in schema else [schema["const"]]
+    return list(values) if isinstance(values, list) and all(isinstance(value, str) for value in values) else []
 
 
 class _ParameterValue:
@@ -166,7 +173,7 @@ class _ParameterValue:
         text = _PYTHON_LITERALS.get(text.strip(), text)
         try:
             json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):  # no JSON, or JSON too deep to be read
             return json.dumps(text, ensure_ascii=False)
         return text.strip()
 

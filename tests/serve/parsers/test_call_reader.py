@@ -93,6 +93,11 @@ def test_a_name_alone_is_a_call_where_a_marker_or_the_functions_say_so():
     assert reader('{"name": "x", "arguments": {}}', marked=False, names=None)[0].done
 
 
+def test_a_name_is_something_that_can_be_printed():
+    for name in ("\\ud83d", "a\\nb", "\\u0000"):
+        assert reader(f'{{"name": "{name}"', names=None)[0].failed
+
+
 def test_behind_a_marker_the_name_is_enough():
     assert not reader('{"name": "f', marked=True)[0].announced
     assert reader('{"name": "f"', marked=True)[0].announced

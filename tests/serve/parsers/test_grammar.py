@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import llguidance
+import llguidance.hf
 import pytest
-from parsing import calls, collect, stream
+from parsing import calls, stream
+from transformers import AutoTokenizer
 
 from cb_engine.models import resolve_model
-from cb_engine.serve.parsers import ReasoningFormat, Tool, ToolFormat, make_response_parser, structured_for_tools
-
-llguidance = pytest.importorskip("llguidance")
+from cb_engine.serve.parsers import (
+    ReasoningFormat,
+    Tool,
+    ToolFormat,
+    collect,
+    make_response_parser,
+    structured_for_tools,
+)
 
 CITY = {"type": "string", "enum": ["Oslo", "Rome"]}
 WEATHER = Tool(
@@ -49,16 +57,12 @@ JSON_FORMATS = [form for form in ToolFormat if form is not ToolFormat.QWEN_XML]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(resolve_model("demo"))
 
 
 @pytest.fixture(scope="module")
 def vocabulary(tokenizer: Any) -> Any:
-    from llguidance.hf import from_tokenizer
-
-    return from_tokenizer(tokenizer)
+    return llguidance.hf.from_tokenizer(tokenizer)
 
 
 def accepts(vocabulary: Any, structured: dict[str, str], text: str, spelled: bool = False) -> bool:
@@ -151,7 +155,8 @@ XML_TOOL = Tool(
             "city": CITY,
             "text": {"type": "string"},
             "days": {"$ref": "#/$defs/Days"},
-            "kind": {"type": "string", "const": "k"},
+            "kind": {"const": "k"},
+            "level": {"enum": ["low", 5]},
             "any": True,
         },
         "required": ["city", "extra"],
@@ -165,7 +170,8 @@ XML_TOOL = Tool(
     [
         ({"city": "Oslo", "extra": "e"}, True),
         ({"city": "Oslo", "text": 'a "b"\n<parameter=x> \\ é', "days": 3, "kind": "k", "extra": ""}, True),
-        ({"city": "Oslo", "any": {"x": [1]}, "extra": "e"}, True),
+        ({"city": "Oslo", "level": 5, "any": {"x": [1]}, "extra": "e"}, True),
+        ({"city": "Oslo", "level": 6, "extra": "e"}, False),
         ({"city": "Paris", "extra": "e"}, False),
         ({"city": "Oslo"}, False),
         ({"city": "Oslo", "days": "three", "extra": "e"}, False),
@@ -201,13 +207,10 @@ def test_mistrals_reasoning_markers(vocabulary):
 
 
 def test_markers_that_are_special_tokens_are_asked_for_as_tokens():
-    from llguidance.hf import from_tokenizer
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("demo"))
     markers = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"]
     tokenizer.add_special_tokens({"additional_special_tokens": markers})
-    vocabulary = from_tokenizer(tokenizer)
+    vocabulary = llguidance.hf.from_tokenizer(tokenizer)
     special = {marker: tokenizer.convert_tokens_to_ids(marker) for marker in markers}
     texts = {
         ToolFormat.MISTRAL: '[THINK]Hm[/THINK][TOOL_CALLS][{"name": "empty", "arguments": {}}]',
@@ -241,3 +244,43 @@ def test_markers_that_are_special_tokens_are_asked_for_as_tokens():
 def test_a_tool_choice_that_cannot_be_enforced_is_refused(tools, tool_choice, message):
     with pytest.raises(ValueError, match=message):
         structured_for_tools(tools, tool_choice, ToolFormat.HERMES)
+
+
+def test_a_key_that_cannot_stand_in_a_tag_is_refused():
+    for key in ("a>b", "a\nb", " a", ""):
+        tool = Tool("f", parameters={"properties": {key: {}}})
+        with pytest.raises(ValueError, match=r"parameter .* of 'f' cannot stand in <parameter=...>"):
+            structured_for_tools([tool], "required", ToolFormat.QWEN_XML)
+
+
+def test_open_reasoning_needs_a_format():
+    with pytest.raises(ValueError, match="starts_in_reasoning=True needs a reasoning format"):
+        structured_for_tools(TOOLS, "required", ToolFormat.HERMES, starts_in_reasoning=True)
+
+
+def test_prose_is_left_out_and_properties_of_such_names_stay(vocabulary):
+    properties = {"title": {"type": "string", "title": "T"}, "kind": {"enum": [{"title": "x"}], "description": "D"}}
+    tool = Tool("f", parameters={"description": "D", "properties": properties, "required": ["title"]})
+    structured = structured_for_tools([tool], "required", ToolFormat.JSON)
+    assert '"D"' not in structured["grammar"]
+    assert '"T"' not in structured["grammar"]
+    for arguments, is_right in [
+        ({"title": "a", "kind": {"title": "x"}}, True),
+        ({"title": "a", "kind": {}}, False),
+        ({}, False),
+    ]:
+        assert accepts(vocabulary, structured, written(ToolFormat.JSON, [("f", arguments)])) is is_right
+
+
+def test_space_inside_arguments_has_an_end(vocabulary):
+    structured = structured_for_tools(TOOLS, "required", ToolFormat.MISTRAL_ARGS)
+    for length, is_right in [(0, True), (64, True), (65, False)]:
+        assert accepts(vocabulary, structured, '[TOOL_CALLS]any[ARGS]{"a":' + "\n" * length + "1}") is is_right
+
+
+def test_a_schema_too_deep_to_be_written_is_refused():
+    schema: dict[str, Any] = {}
+    for _ in range(2000):
+        schema = {"properties": {"a": schema}}
+    with pytest.raises(ValueError, match="nested too deeply"):
+        structured_for_tools([Tool("f", parameters=schema)], "required", ToolFormat.HERMES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from parsing import pieces
 
@@ -18,6 +18,7 @@ JSON = st.recursive(
 )
 
 
+@settings(derandomize=True, deadline=None)
 @given(JSON, st.sampled_from([",", "}", "]", " ", "\n"]), st.booleans(), st.data())
 def test_a_value_ends_where_json_says(value, behind, ascii_only, data):
     text = json.dumps(value, ensure_ascii=ascii_only) + behind + '{"more": 1}'
@@ -54,6 +55,7 @@ def test_only_the_given_range_is_read():
     assert scanner.done
 
 
+@settings(derandomize=True, deadline=None)
 @given(st.text(), st.booleans(), st.data())
 def test_unescaping_gives_what_json_gives(value, ascii_only, data):
     inside = json.dumps(value, ensure_ascii=ascii_only)[1:-1]
@@ -62,6 +64,7 @@ def test_unescaping_gives_what_json_gives(value, ascii_only, data):
     assert "".join(map(unescaper.feed, pieces(inside, cuts))) + unescaper.finish() == value
 
 
+@settings(derandomize=True, deadline=None)
 @given(
     st.lists(st.sampled_from(["\\", "u", "d83d", "de00", "0041", "n", "x", "\\u", "\\ud83d", "\\ude00", "é"])),
     st.data(),

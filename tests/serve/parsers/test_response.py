@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from parsing import parser, pieces, stream
 
@@ -35,19 +36,26 @@ FRAGMENTS = [
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 REASONING = st.sampled_from([(None, False), (ReasoningFormat.THINK, False), (ReasoningFormat.THINK, True)])
 CUTS = st.lists(st.integers(0, 400), max_size=12)
+SETTINGS = settings(derandomize=True, deadline=None)
+
+
+def assert_cuts_do_not_matter(form: Any, text: str, reasoning: Any, cuts: list[int], known: bool) -> None:
+    """Whole, cut at some places, and cut at every place, a text streams the same events."""
+    arguments = (form, *reasoning) if known else (form, *reasoning, None)
+    whole = stream(parser(*arguments), [text])
+    assert stream(parser(*arguments), pieces(text, [min(cut, len(text)) for cut in cuts])) == whole
+    assert stream(parser(*arguments), list(text)) == whole
 
 
 @pytest.mark.parametrize("form", FORMATS)
+@SETTINGS
 @given(text=TEXTS, reasoning=REASONING, cuts=CUTS, known=st.booleans())
 def test_cuts_do_not_matter(form, text, reasoning, cuts, known):
-    settings = (form, *reasoning) if known else (form, *reasoning, None)
-    whole = stream(parser(*settings), [text])
-    assert stream(parser(*settings), pieces(text, [min(cut, len(text)) for cut in cuts])) == whole
-    assert stream(parser(*settings), list(text)) == whole
-    assert collect(whole) == collect(stream(parser(*settings), list(text)))
+    assert_cuts_do_not_matter(form, text, reasoning, cuts, known)
 
 
 @pytest.mark.parametrize("form", FORMATS)
+@SETTINGS
 @given(text=TEXTS, cut=st.integers(0, 400))
 def test_what_is_out_is_never_taken_back(form, text, cut):
     made = parser(form)
@@ -58,6 +66,7 @@ def test_what_is_out_is_never_taken_back(form, text, cut):
 
 
 @pytest.mark.parametrize("form", FORMATS)
+@SETTINGS
 @given(text=TEXTS)
 def test_without_a_call_all_is_content_and_with_one_no_character_comes_twice(form, text):
     message = collect(stream(parser(form), list(text)))
@@ -68,6 +77,7 @@ def test_without_a_call_all_is_content_and_with_one_no_character_comes_twice(for
 
 
 @pytest.mark.parametrize("form", FORMATS)
+@SETTINGS
 @given(text=TEXTS)
 def test_what_waits_is_short_or_may_be_a_call(form, text):
     """Text without the characters that begin a marker or an object comes out at once, but for white space."""
@@ -109,8 +119,10 @@ def written(form: ToolFormat, made: list[tuple[str, str]]) -> str:
 
 
 @pytest.mark.parametrize("form", list(ToolFormat))
+@SETTINGS
 @given(words=WORDS, calls=CALLS, thought=st.none() | WORDS, ascii_only=st.booleans(), cuts=CUTS)
 def test_what_a_model_writes_is_what_comes_out(form, words, calls, thought, ascii_only, cuts):
+    assume(form is not ToolFormat.QWEN_XML or "</parameter>" not in json.dumps(calls))  # there it ends a value
     made = [(name, json.dumps(arguments, ensure_ascii=ascii_only)) for name, arguments in calls]
     if form in (ToolFormat.JSON, ToolFormat.LLAMA3_JSON):
         words = ""  # these have no call behind text
@@ -126,6 +138,20 @@ def test_what_a_model_writes_is_what_comes_out(form, words, calls, thought, asci
     if form is not ToolFormat.QWEN_XML:
         assert [call.arguments for call in message.tool_calls] == [arguments for _, arguments in made]
     assert not message.is_truncated
+
+
+@pytest.mark.parametrize("form", list(ToolFormat))
+@SETTINGS
+@given(
+    calls=CALLS,
+    edits=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 3), st.sampled_from(FRAGMENTS))),
+    cuts=CUTS,
+)
+def test_cuts_do_not_matter_to_calls_that_were_damaged(form, calls, edits, cuts):
+    text = "So: \n" * (len(edits) % 2) + written(form, [(name, json.dumps(arguments)) for name, arguments in calls])
+    for at, removed, added in edits:
+        text = text[:at] + added + text[at + removed :]
+    assert_cuts_do_not_matter(form, text, (None, False), cuts, known=True)
 
 
 @pytest.mark.parametrize("form", list(ToolFormat))
