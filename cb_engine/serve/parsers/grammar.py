@@ -107,7 +107,7 @@ class _Lark:
         """Any text and the first marker behind it; `name` is for the rule that this may take."""
         if marker in self._special_tokens:
             return f"/(?s:.*)/ {self._piece(marker, is_special=True)}"
-        pattern = re.escape(marker).replace("/", r"\/").replace("\\\n", r"\n")
+        pattern = re.escape(marker).replace("/", r"\/")
         self.rule(f"{name}[lazy]", f"/(?s:.*){pattern}/")
         return name
 
@@ -199,15 +199,14 @@ def _xml_call(lark: _Lark, name: str, tool: Tool) -> str:
 
 
 def _xml_value(lark: _Lark, schema: Any, root: Mapping[str, Any]) -> str:
-    end = f"\n{qwen_xml.PARAMETER_END}\n"
-    lark.rule("value_end", _quoted(end))
+    lark.rule("value_end", _quoted(f"\n{qwen_xml.PARAMETER_END}\n"))
     if not qwen_xml.is_string(schema):
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
         whole = {**definitions, **schema} if isinstance(schema, Mapping) else schema
         return f"{_json(whole)} value_end"
     choices = qwen_xml.string_choices(schema)
     if choices is None:
-        return lark.up_to("value_text", end)
+        return lark.up_to("value_text", qwen_xml.PARAMETER_END) + r' "\n"'
     return f"({' | '.join(map(_quoted, choices))}) value_end"
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import llguidance
 import llguidance.hf
+import numpy as np
 import pytest
 from parsing import calls, stream
 from transformers import AutoTokenizer
@@ -21,7 +23,7 @@ from cb_engine.serve.parsers import (
     structured_for_tools,
 )
 
-CITY = {"type": "string", "enum": ["Oslo", "Rome"]}
+CITY: dict[str, Any] = {"type": "string", "enum": ["Oslo", "Rome"]}
 WEATHER = Tool(
     "get_weather",
     parameters={
@@ -147,6 +149,41 @@ def test_plain_text_and_nothing_are_no_call(form, vocabulary):
         assert not accepts(vocabulary, structured, text)
 
 
+def random_text(vocabulary: Any, structured: dict[str, str], rng: random.Random) -> str | None:
+    """What a model that knows nothing writes under the grammar, if it comes to an end."""
+    matcher = llguidance.LLMatcher(vocabulary, llguidance.LLMatcher.grammar_from_lark(structured["grammar"]))
+    closings = [vocabulary.tokenize_str(text) for text in ("</parameter>\n", '"', "}", "]")]
+    token_ids: list[int] = []
+    while len(token_ids) < 300:
+        if matcher.is_accepting() and rng.random() < 0.5:
+            return str(vocabulary.decode_str(token_ids))
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = [i for i in np.flatnonzero(mask).tolist() if i < vocabulary.vocab_size and i != vocabulary.eos_token]
+        if not allowed:
+            return str(vocabulary.decode_str(token_ids))
+        # By chance alone a string would hardly ever end.
+        legal = [ids for ids in closings if matcher.validate_tokens(ids) == len(ids)]
+        chosen = rng.choice(legal) if legal and rng.random() < 0.3 else [rng.choice(allowed)]
+        assert matcher.consume_tokens(chosen)
+        token_ids += chosen
+    return None
+
+
+@pytest.mark.parametrize("form", list(ToolFormat))
+def test_whatever_the_grammar_lets_a_model_write_is_read_as_calls(form, vocabulary):
+    structured = structured_for_tools(TOOLS, "required", form)
+    rng = random.Random(form.value)
+    texts = [text for _ in range(12) if (text := random_text(vocabulary, structured, rng)) is not None]
+    assert len(texts) >= 6
+    for text in texts:
+        made = read_back(form, text)
+        assert made
+        for name, arguments in made:
+            assert name in {tool.name for tool in TOOLS}
+            assert name != "get_weather" or arguments["city"] in CITY["enum"]
+            assert name != "note" or isinstance(arguments["text"], str)
+
+
 XML_TOOL = Tool(
     "f",
     parameters={
@@ -177,6 +214,7 @@ XML_TOOL = Tool(
         ({"city": "Oslo", "days": "three", "extra": "e"}, False),
         ({"city": "Oslo", "kind": "l", "extra": "e"}, False),
         ({"city": "Oslo", "extra": "e", "more": 1}, False),
+        ({"city": "Oslo", "extra": "e</parameter>e"}, False),
     ],
 )
 def test_xml_parameters_follow_their_schemas(arguments, is_right, vocabulary):
