@@ -89,7 +89,7 @@ def as_api_error(error: Exception, *, retry_after: int) -> APIError:
         case EngineError():
             return engine_failed(retry_after)
         case ValueError() | TypeError():
-            named = re.match(r"(\w+)(\[\d+\])?(:| must |=)", str(error))  # as our own messages begin
+            named = re.match(r"(\w[\w.\[\]]*)(:| must |=)", str(error))  # as our own messages begin
             return bad_request(str(error), None if named is None else named[1])
     return unexpected(error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -38,6 +39,8 @@ BODIES = (  # for the published description
     UpdateWeightsRequest,
 )
 
+logger = logging.getLogger(__name__)
+
 B = TypeVar("B", bound=Any)
 
 
@@ -60,6 +63,10 @@ async def answer(http: HTTPRequest, context: ServerContext, body: B, prepare: Pr
     Raises:
         APIError and others: nothing has been sent yet. ClientGoneError: nobody waits any more.
     """
+
+    labels = {name: getattr(body, name, None) for name in ("user", "safety_identifier", "metadata")}
+    if any(labels.values()):
+        logger.info("%s %s", answer_id, {name: value for name, value in labels.items() if value})
 
     async def before_first_byte() -> Response:
         engine = context.host.engine()

@@ -47,7 +47,9 @@ def test_samples_stand_by_their_prompt(rig: ServerRig):
 
 def test_a_stream_says_what_the_whole_answer_says(rig: ServerRig):
     whole = complete(rig, prompt=["Once", "Twice"], logprobs=2, echo=True)
-    texts, tokens, offsets = ["", ""], [[], []], [[], []]
+    texts: list[str] = ["", ""]
+    tokens: list[list[str]] = [[], []]
+    offsets: list[list[int]] = [[], []]
     ends: list[Any] = [None, None]
     for chunk in complete(rig, prompt=["Once", "Twice"], logprobs=2, echo=True, stream=True):
         (choice,) = chunk.choices
