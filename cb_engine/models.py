@@ -45,25 +45,35 @@ def resolve_model(name: str) -> Path | str:
     return path if path.is_dir() else name
 
 
-def load_model(name: str, *, dtype: str | torch.dtype = "auto", device_map: Any = "auto") -> tuple[Any, Any]:
+def load_model(
+    name: str,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device_map: Any = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[Any, Any]:
     """Loads a causal LM for inference, with its tokenizer.
 
     Args:
         name: `demo`, a local folder, or a hub id.
         dtype: as in `from_pretrained`; `auto` keeps the checkpoint's own.
         device_map: as in `from_pretrained`; `auto` fills the accelerators there are, else the CPU.
+        revision: a branch, tag or commit of a hub id.
+        trust_remote_code: run code that comes with the checkpoint.
     """
     source = resolve_model(name)
+    origin = {"trust_remote_code": trust_remote_code} | ({} if revision is None else {"revision": revision})
     with _naming(name, source):
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    return load_weights(name, dtype=dtype, device_map=device_map), tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(source, **origin)
+    return load_weights(name, dtype=dtype, device_map=device_map, **origin), tokenizer
 
 
-def load_weights(name: str, *, dtype: str | torch.dtype = "auto", device_map: Any = "auto") -> Any:
-    """The same without a tokenizer, which there need not be."""
+def load_weights(name: str, *, dtype: str | torch.dtype = "auto", device_map: Any = "auto", **origin: Any) -> Any:
+    """The same without a tokenizer, which there need not be; `origin`: revision and trust_remote_code."""
     source = resolve_model(name)
     with _naming(name, source):
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=device_map).eval()
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=device_map, **origin).eval()
 
 
 @contextmanager

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import pickle
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +17,7 @@ ROOT = Path(cb_engine.__file__).parent
 
 # Top to bottom: a part may import from its own line and from those below.
 LAYERS = (
-    {"__init__", "api", "cli", "serve", "rl"},
+    {"__init__", "__main__", "api", "cli", "serve", "rl"},
     {"engine", "intake", "output_processor", "speculator"},
     {"scheduler", "runner", "metrics"},
     {"kv_cache", "sampling", "speculative", "attention"},
@@ -145,3 +148,50 @@ def test_nothing_imports_the_packages_public_face():
         m for m in MODULES if m != "cb_engine" and "cb_engine" in imports(m) and m.split(".")[1] not in LAYERS[0]
     ]
     assert importers == []
+
+
+# ---- the public face itself: its names are imported when they are asked for ------------------------------------------
+
+
+def in_a_new_process(code: str) -> str:
+    """What a fresh interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    code = f"import sys, cb_engine; dir(cb_engine); print(sorted({HEAVY!r} & sys.modules.keys()))"
+    assert in_a_new_process(code) == "[]"
+
+
+def test_settings_can_be_made_without_torch():
+    code = "import sys; from cb_engine import EngineConfig, SamplingParams; EngineConfig(), SamplingParams()"
+    assert in_a_new_process(f"{code}; print('torch' in sys.modules)") == "False"
+
+
+def test_every_public_name_is_where_the_type_checker_thinks():
+    tree = ast.parse(Path(cb_engine.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    typed = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert typed == cb_engine._HOME
+    assert sorted(typed) == cb_engine.__all__
+    assert set(cb_engine.__all__) <= set(dir(cb_engine))
+    for name, module in typed.items():
+        assert getattr(cb_engine, name) is getattr(sys.modules[module], name)
+
+
+def test_modules_are_reached_through_the_package():
+    assert in_a_new_process("import cb_engine; print(cb_engine.hints.__name__)") == "cb_engine.hints"
+
+
+def test_a_name_that_is_none_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"module 'cb_engine' has no attribute 'nonsense'"):
+        cb_engine.nonsense  # noqa: B018
+    assert not hasattr(cb_engine, "_private")
+
+
+def test_public_objects_are_pickled_by_their_modules():
+    params = cb_engine.SamplingParams(temperature=0.5)
+    data = pickle.dumps(params)
+    assert b"cb_engine.sampling_params" in data
+    assert pickle.loads(data) == params
