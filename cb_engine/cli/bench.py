@@ -13,7 +13,7 @@ from pathlib import Path
 
 import typer
 
-from cb_engine.cli.look import HELP_OPTIONS, INTERRUPTED, WRONG_OPTIONS, CommandFailedError
+from cb_engine.cli.look import HELP_SETTINGS, INTERRUPTED, WRONG_OPTIONS, CommandFailedError, help_if_alone
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -33,8 +33,10 @@ def build_app() -> typer.Typer:
     app = typer.Typer(
         name="bench",
         help="Run the measuring scripts of the repository. All arguments go through to the script, --help too.",
-        no_args_is_help=True,
-        context_settings=HELP_OPTIONS,
+        invoke_without_command=True,
+        callback=help_if_alone,
+        context_settings=HELP_SETTINGS,
+        rich_markup_mode=None,
     )
     app.command("list", help="List the benchmarks and where their scripts are.")(list_benchmarks)
     for name, (script, summary) in BENCHMARKS.items():

@@ -23,11 +23,10 @@ CHAT = "Chat"
 
 
 def chat(
-    sampling: SamplingOptions,
-    loading: ModelOptions,
-    engine: EngineOptions,
+    *,
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} With --base-url, the model's name there.")
+        str | None,
+        typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} With --base-url, the model's name there."),
     ] = None,
     prompt: Annotated[
         str | None,
@@ -51,6 +50,9 @@ def chat(
         str | None,
         typer.Option("--model", help="The same as MODEL; the server's first one by default.", rich_help_panel=SERVER),
     ] = None,
+    sampling: SamplingOptions,
+    loading: ModelOptions,
+    engine: EngineOptions,
 ) -> int:
     """Chat with a model, here or on a server. /help lists the commands of a chat; Ctrl-C stops an answer."""
     if model is not None and model_name is not None:
@@ -81,7 +83,7 @@ def _server(
         for field in fields(given):
             if getattr(given, field.name) != getattr(default, field.name):
                 raise OptionError(
-                    f"{option_name(field.name)} is for a model in this process; the server behind --base-url has its own"
+                    f"{option_name(field.name)} is for a model in this process; the server of --base-url has its own"
                 )
     try:
         return ServerChat(base_url, name, api_key)

@@ -168,6 +168,7 @@ class Run:
 
 
 def generate(
+    *,
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     prompts: PromptOptions,
     answers: AnswerOptions,

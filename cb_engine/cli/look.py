@@ -6,20 +6,20 @@ Does not know any command. Exit codes: 0, 1 for work that failed, 2 for wrong op
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from cb_engine import __version__
-from cb_engine.cli.spreading import one_line
+from cb_engine.cli.spreading import one_line, spread
 
 FAILED = 1
 WRONG_OPTIONS = 2
 INTERRUPTED = 130
 
-HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+HELP_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
 
 class CommandFailedError(Exception):
@@ -60,9 +60,28 @@ class OneLineErrors(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
+class GroupedHelp(TyperCommand):
+    """A command whose help lists its options by panel, in plain text: names are never cut, whatever the width."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes one section for each panel, in the order in which they are declared; the rest comes last."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        rest: list[tuple[str, str]] = []
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is None:
+                continue
+            is_argument = param.param_type_name == "argument"
+            panel = "Arguments" if is_argument else getattr(param, "rich_help_panel", None)
+            (panels.setdefault(panel, []) if panel else rest).append(record)
+        for title, records in (*panels.items(), ("Other options", rest)):
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records, col_max=34)
+
+
 def _complain(command: str, message: str) -> None:
-    if message := one_line(message):  # where help was printed instead, there is none
-        typer.secho(f"{command}: {message}", fg="red", err=True)
+    typer.secho(f"{command}: {one_line(message)}", fg="red", err=True)
 
 
 def note(message: str) -> None:
@@ -76,13 +95,17 @@ def new_app(help_text: str) -> typer.Typer:
         name="cb-engine",
         cls=OneLineErrors,
         help=help_text,
-        no_args_is_help=True,
-        context_settings=HELP_OPTIONS,
-        rich_markup_mode="rich",
+        context_settings=HELP_SETTINGS,
+        rich_markup_mode=None,
         pretty_exceptions_enable=False,
     )
-    app.callback()(_top_level)
+    app.callback(invoke_without_command=True)(_top_level)
     return app
+
+
+def add_command(app: typer.Typer, command: Callable[..., int]) -> None:
+    """Registers a function as the command of its name; dataclasses among its parameters are groups of options."""
+    app.command(cls=GroupedHelp, context_settings=HELP_SETTINGS)(spread(command))
 
 
 def _print_version(wanted: bool) -> None:
@@ -91,9 +114,16 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def help_if_alone(context: typer.Context) -> None:
+    """For a group of commands: without any of them it prints its help."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
 def _top_level(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    pass
+    help_if_alone(context)

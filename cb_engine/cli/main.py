@@ -16,11 +16,10 @@ if TYPE_CHECKING:
 def build_app() -> typer.Typer:
     """`cb-engine` with all its commands."""
     from cb_engine.cli import bench, chat, generate, look
-    from cb_engine.cli.spreading import spread
 
     app = look.new_app("Continuous batching for transformers models, on the command line.")
-    app.command()(spread(generate.generate))
-    app.command()(spread(chat.chat))
+    look.add_command(app, generate.generate)
+    look.add_command(app, chat.chat)
     app.add_typer(bench.build_app())
     return app
 

@@ -204,18 +204,32 @@ class EngineOptions:
     max_prompt_length: Annotated[
         int | None,
         typer.Option(
-            "--max-prompt-length", help="Tokens of the longest prompt to expect.", rich_help_panel=HINTS, min=1
+            "--max-prompt-length",
+            help="Tokens of the longest prompt to expect.",
+            rich_help_panel=HINTS,
+            metavar="N",
+            min=1,
         ),
     ] = None
     max_generated_length: Annotated[
         int | None,
         typer.Option(
-            "--max-generated-length", help="Tokens of the longest answer to expect.", rich_help_panel=HINTS, min=1
+            "--max-generated-length",
+            help="Tokens of the longest answer to expect.",
+            rich_help_panel=HINTS,
+            metavar="N",
+            min=1,
         ),
     ] = None
     num_requests: Annotated[
         int | None,
-        typer.Option("--num-requests", help="Requests to expect, or to expect at once.", rich_help_panel=HINTS, min=1),
+        typer.Option(
+            "--num-requests",
+            help="Requests to expect, or to expect at once.",
+            rich_help_panel=HINTS,
+            metavar="N",
+            min=1,
+        ),
     ] = None
 
     def config(self, **more: Any) -> EngineConfig:

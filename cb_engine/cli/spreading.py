@@ -83,7 +83,7 @@ def naming_options(names: Iterable[str]) -> Iterator[None]:
     except (ValueError, TypeError) as error:
         mentioned = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
         message = re.sub(rf"(?<![-\w])(?:{mentioned})(?![-\w])", lambda match: option_name(match[0]), str(error))
-        raise OptionError(one_line(message)) from error
+        raise OptionError(one_line(message.replace("or None to", "or be left out to"))) from error
 
 
 def one_line(message: object) -> str:
