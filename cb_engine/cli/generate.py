@@ -214,15 +214,18 @@ def generate(
 
 
 def _source(path: Path | None, prompts: PromptOptions) -> PromptSource:
-    if path is None and sys.stdin.isatty():
+    if path is None and _sits_at_stdin():
         raise OptionError("INPUT is missing: give a file of prompts, or pipe prompts in; `-` reads from the terminal")
     if path is not None and path != Path("-"):
         if not path.is_file() and not path.is_fifo():
-            raise OptionError(
-                f"INPUT must be a file of prompts: {path} {'is none' if path.exists() else 'is not there'}"
-            )
+            problem = "is none" if path.exists() else "is missing"
+            raise OptionError(f"INPUT must be a file of prompts, and {path} {problem}")
         return PromptSource(path, prompts.input_format)
     return PromptSource(None, prompts.input_format, rewindable=prompts.strict)
+
+
+def _sits_at_stdin() -> bool:
+    return sys.stdin.isatty()
 
 
 def _answer_file(run: Run) -> AnswerFile | None:

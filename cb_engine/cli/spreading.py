@@ -47,7 +47,7 @@ def spread(command: Callable[..., Any]) -> Callable[..., Any]:
         else:
             parameters.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
     names = [parameter.name for parameter in parameters]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise TypeError(f"{command.__name__}: the option {twice[0]!r} is declared twice; leave one of them out")
 
