@@ -15,7 +15,8 @@ import typer
 
 from cb_engine.cli.look import HELP_SETTINGS, INTERRUPTED, WRONG_OPTIONS, CommandFailedError, help_if_alone
 
-PACKAGE = Path(__file__).parents[1]
+_IMPORTED_FROM = Path(__file__).parents[2]
+_REPOSITORY = _IMPORTED_FROM  # unless the package is installed
 
 BENCHMARKS = {  # name: (script, what it measures)
     "overall": ("continuous_batching_overall.py", "Throughput over many kinds of work, one row per label."),
@@ -62,7 +63,7 @@ def _runner(script: str) -> Callable[[typer.Context], int]:
 
 def find_script(script: str) -> Path | None:
     """Where a script is: in the repository that this package is in, or in the one that is the working directory."""
-    for root in (PACKAGE.parent, Path.cwd()):
+    for root in (_REPOSITORY, Path.cwd()):
         path = root / "scripts" / script
         if path.is_file():
             return path
@@ -81,7 +82,7 @@ def run_script(script: str, arguments: list[str]) -> int:
     path = find_script(script)
     if path is None:
         raise CommandFailedError(f"scripts/{script} is not here: {_where_to_get_them()}", WRONG_OPTIONS)
-    search = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    search = [str(_IMPORTED_FROM), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(search)}
     with subprocess.Popen([sys.executable, str(path), *arguments], env=environment) as process:
         try:

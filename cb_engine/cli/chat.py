@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -20,6 +21,8 @@ from cb_engine.cli.spreading import OptionError, naming_options, option_name
 
 SERVER = "Server"
 CHAT = "Chat"
+
+_KEY_VARIABLE = "CB_ENGINE_API_KEY"
 
 
 def chat(
@@ -44,7 +47,7 @@ def chat(
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option("--api-key", envvar="CB_ENGINE_API_KEY", help="The server's key.", rich_help_panel=SERVER),
+        typer.Option("--api-key", envvar=_KEY_VARIABLE, help="The server's key.", rich_help_panel=SERVER),
     ] = None,
     model_name: Annotated[
         str | None,
@@ -57,6 +60,8 @@ def chat(
     """Chat with a model, here or on a server. /help lists the commands of a chat; Ctrl-C stops an answer."""
     if model is not None and model_name is not None:
         raise OptionError("--model and MODEL are the same; give one of them")
+    if api_key is not None and base_url is None and not os.environ.get(_KEY_VARIABLE):
+        raise OptionError("--api-key is for a server; give its --base-url, or leave the key out")
     name = model or model_name
     changes = sampling.changes()
     with ExitStack() as stack:
@@ -87,6 +92,8 @@ def _server(
                 )
     try:
         return ServerChat(base_url, name, api_key)
+    except ValueError as error:
+        raise OptionError(str(error)) from error
     except ChatError as error:
         raise CommandFailedError(str(error)) from error
 

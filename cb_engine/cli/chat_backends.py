@@ -100,13 +100,13 @@ class ServerChat:
         api_key: sent as a bearer token.
 
     Raises:
-        ChatError: it is not there, or has no models.
+        ValueError: `base_url` is none. ChatError: nobody is there, or it has no models.
     """
 
     def __init__(self, base_url: str, model: str | None, api_key: str | None) -> None:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ChatError(f"--base-url must be like http://127.0.0.1:8000, got {base_url!r}")
+            raise ValueError(f"--base-url must be like http://127.0.0.1:8000, got {base_url!r}")
         self._url = base_url.rstrip("/").removesuffix("/v1") + "/v1"
         self._headers = {"Content-Type": "application/json"}
         if api_key:
