@@ -37,7 +37,7 @@ class Screen:
 
     def piece(self, text: str, *, dim: bool) -> None:
         """A part of an answer."""
-        typer.secho(text.translate(_CONTROLS), dim=dim, nl=False)
+        typer.secho(text.translate(_CONTROLS), dim=dim or None, nl=False)
 
     def end_answer(self) -> None:
         """The line after an answer."""
