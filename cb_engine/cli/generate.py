@@ -150,7 +150,7 @@ class Run:
 
     def settings(self) -> dict[str, Any]:
         """What answers depend on: a file is continued only where these are the same."""
-        path = self.source.path
+        path = self.source.file
         return {
             "model": str(Path(self.model).resolve()) if Path(self.model).is_dir() else self.model,
             "dtype": self.loading.dtype,
@@ -216,12 +216,12 @@ def generate(
 def _source(path: Path | None, prompts: PromptOptions) -> PromptSource:
     if path is None and _sits_at_stdin():
         raise OptionError("INPUT is missing: give a file of prompts, or pipe prompts in; `-` reads from the terminal")
-    if path is not None and path != Path("-"):
-        if not path.is_file() and not path.is_fifo():
-            problem = "is none" if path.exists() else "is missing"
-            raise OptionError(f"INPUT must be a file of prompts, and {path} {problem}")
-        return PromptSource(path, prompts.input_format)
-    return PromptSource(None, prompts.input_format, rewindable=prompts.strict)
+    if path == Path("-"):
+        path = None
+    if path is not None and (path.is_dir() or not path.exists()):
+        problem = "is none" if path.exists() else "is missing"
+        raise OptionError(f"INPUT must be a file of prompts, and {path} {problem}")
+    return PromptSource(path, prompts.input_format, rewindable=prompts.strict)
 
 
 def _sits_at_stdin() -> bool:
@@ -236,7 +236,7 @@ def _answer_file(run: Run) -> AnswerFile | None:
         return None
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise OptionError(f"--output must be a file in a folder that exists, got {path}")
-    if run.source.path is not None and path.exists() and path.samefile(run.source.path):
+    if run.source.file is not None and path.exists() and path.samefile(run.source.file):
         raise OptionError(f"--output must not be the input, {path}")
     return AnswerFile(path, run.settings(), overwrite=run.answers.overwrite)
 
@@ -336,11 +336,11 @@ class _Sink:
         rate = self._num_tokens / (time.perf_counter() - self._started)
         self._bar.set_postfix_str(f"{rate:.1f} tok/s", refresh=False)
         self._bar.update()
-        with _no_room():
+        with _disk_errors():
             return self._writer.write(position, answer)
 
     def close(self) -> None:
-        with _no_room():
+        with _disk_errors():
             self._writer.write_held()
 
 
@@ -349,14 +349,17 @@ def _stream(file: AnswerFile | None) -> Iterator[IO[bytes]]:
     if file is None:
         yield sys.stdout.buffer
         return
-    with _no_room():
+    with _disk_errors():
         stream = file.open()
-    with stream:
+    try:
         yield stream
+    finally:
+        with _disk_errors():  # what could not be written is tried once more
+            stream.close()
 
 
 @contextmanager
-def _no_room() -> Iterator[None]:
+def _disk_errors() -> Iterator[None]:
     """A disk that is full, or a folder that takes no file, is one line. A closed pipe is Typer's to end."""
     try:
         yield

@@ -46,25 +46,26 @@ class PromptLine:
 
 
 class PromptSource:
-    """The input. A file can be read again and again; stdin once, unless it was made `rewindable`.
+    """The input. A file can be read again and again; a pipe once, unless it was made `rewindable`.
 
     Args:
-        path: the file; None is stdin.
+        path: a file or a named pipe; None is stdin.
         given_format: "auto" goes by the file's suffix, else by whether its first line begins with `{`.
-        rewindable: keep a copy of stdin on disk, to read it more than once.
+        rewindable: keep a copy of a pipe on disk, to read it more than once.
     """
 
     def __init__(self, path: Path | None, given_format: InputFormat = "auto", *, rewindable: bool = False) -> None:
-        self.path = path
+        self._path = path
+        self.file = path if path is not None and path.is_file() else None
         self._format: InputFormat = given_format
         if path is not None and given_format == "auto":
             self._format = _BY_SUFFIX.get(path.suffix.lower(), "auto")
-        self._copy = _copy_of_stdin() if path is None and rewindable else None
+        self._copy = self._copy_of_pipe() if self.file is None and rewindable else None
 
     @property
     def is_rewindable(self) -> bool:
         """Whether the input can be read more than once."""
-        return self.path is not None or self._copy is not None
+        return self.file is not None or self._copy is not None
 
     def __iter__(self) -> Iterator[PromptLine]:
         """Every line that is not blank, good or bad."""
@@ -79,14 +80,21 @@ class PromptSource:
         return (index for index, _ in self._raw_lines())
 
     def _raw_lines(self) -> Iterator[tuple[int, bytes]]:
-        if self.path is not None:
-            with self.path.open("rb") as stream:
-                yield from _numbered(stream)
-        elif self._copy is not None:
+        if self._copy is not None:
             self._copy.seek(0)
             yield from _numbered(self._copy)
         else:
-            yield from _numbered(_stdin())
+            with self._open() as stream:
+                yield from _numbered(stream)
+
+    def _open(self) -> IO[bytes]:
+        return _stdin() if self._path is None else self._path.open("rb")
+
+    def _copy_of_pipe(self) -> IO[bytes]:
+        copy = tempfile.TemporaryFile()  # noqa: SIM115 # lives as long as the source
+        with self._open() as stream:
+            shutil.copyfileobj(stream, copy)
+        return copy
 
 
 def _numbered(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -102,12 +110,6 @@ def _stdin() -> IO[bytes]:
         return open(os.dup(sys.stdin.fileno()), "rb")  # read to its end by its caller
     except OSError:  # there is no real stdin, in a test for one
         return sys.stdin.buffer
-
-
-def _copy_of_stdin() -> IO[bytes]:
-    copy = tempfile.TemporaryFile()  # noqa: SIM115 # lives as long as the source
-    shutil.copyfileobj(_stdin(), copy)
-    return copy
 
 
 def _parse(index: int, raw: bytes, form: InputFormat) -> PromptLine:

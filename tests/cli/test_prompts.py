@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,3 +126,18 @@ def test_nothing_is_read_ahead(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({"prompt": str(i)}) + "\n" for i in range(3)) + "not JSON\n")
     lines = iter(PromptSource(path))
     assert next(lines).prompt == "0"
+
+
+@pytest.mark.parametrize("rewindable", [False, True])
+def test_a_named_pipe_is_read_once_or_copied(rewindable: bool, tmp_path: Path) -> None:
+    """As in `cb-engine generate demo <(zcat prompts.gz)`."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_text, args=("one\ntwo\n",))
+    writer.start()
+    source = PromptSource(path, rewindable=rewindable)
+    assert source.is_rewindable is rewindable
+    assert source.file is None
+    for _ in range(1 + rewindable):
+        assert [line.prompt for line in source] == ["one", "two"]
+    writer.join()
