@@ -48,6 +48,13 @@ class _Refused:
 
 
 @dataclass(frozen=True)
+class _Withdrawn:
+    """A line that the engine did not take after all: it has failed or stopped."""
+
+    request_ids: list[str]
+
+
+@dataclass(frozen=True)
 class _InputEnded:
     """All lines are submitted; or reading them has failed."""
 
@@ -57,6 +64,9 @@ class _InputEnded:
 @dataclass(frozen=True)
 class _CtrlC:
     """The user wants an end."""
+
+
+_Event = _Prompt | _Refused | _Withdrawn | _InputEnded | _CtrlC | GenerationOutput
 
 
 @dataclass
@@ -95,8 +105,7 @@ class Feed:
         self._deliver = deliver
         self._room = threading.Semaphore(window)
         self._stopping = threading.Event()
-        self._events: queue.SimpleQueue[_Prompt | _Refused | _InputEnded | _CtrlC | GenerationOutput]
-        self._events = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._pending: dict[str, _Prompt] = {}  # by the request id of each sample that has not ended
         self._input_ended = False
         self._tally = Tally()
@@ -143,13 +152,17 @@ class Feed:
         except (ValueError, TypeError) as error:
             self._events.put(_Refused(position, line, str(error)))
             return
-        # First the prompt, then its outputs.
-        self._events.put(_Prompt(position, line, [request.request_id for request in requests]))
-        self._manager.submit_requests(requests, self._events.put)
+        ids = [request.request_id for request in requests]
+        self._events.put(_Prompt(position, line, ids))  # before its outputs
+        try:
+            self._manager.submit_requests(requests, self._events.put)
+        except BaseException:
+            self._events.put(_Withdrawn(ids))
+            raise
 
     # ---- on the caller's thread ------------------------------------------------------------------------------
 
-    def _handle(self, event: _Prompt | _Refused | _InputEnded | _CtrlC | GenerationOutput) -> None:
+    def _handle(self, event: _Event) -> None:
         match event:
             case _Prompt():
                 self._pending |= dict.fromkeys(event.request_ids, event)
@@ -157,6 +170,9 @@ class Feed:
                 self._finish(event.position, refusal(event.line, event.reason))
             case GenerationOutput():
                 self._collect(event)
+            case _Withdrawn():
+                for request_id in event.request_ids:
+                    del self._pending[request_id]
             case _CtrlC():
                 self._tally.interrupted = True
             case _InputEnded():

@@ -190,17 +190,12 @@ def generate(
     A line that cannot be answered gets a line with its `error`, and the exit code is 1 in the end. Ctrl-C keeps what is
     done (130); the same command goes on from there.
     """
+    engine.config()  # wrong values are found before anything is read or loaded
+    changes = sampling.changes() | reported.changes()
     source = _source(input_path, prompts)
     run = Run(
-        model=model,
-        source=source,
-        prompts=prompts,
-        answers=answers,
-        loading=loading,
-        engine=engine,
-        changes=sampling.changes() | reported.changes(),
+        model=model, source=source, prompts=prompts, answers=answers, loading=loading, engine=engine, changes=changes
     )
-    engine.config()  # wrong values are found before anything is read or loaded
     file = _answer_file(run)
     if prompts.strict:
         _stop_at_bad_line(source, _raise_error)

@@ -46,8 +46,10 @@ def load_attached(name: str, options: ModelOptions, *, progress: bool) -> tuple[
     except Exception as error:  # whatever a checkpoint, a device or a hub can be wrong about
         logger.debug("loading failed", exc_info=True)
         raise CommandFailedError(_load_failure(name, options, error), WRONG_OPTIONS) from error
-    with _one_line_errors(f"the engine cannot run {name!r}"):
+    try:
         attach(model, tokenizer=tokenizer)
+    except (ValueError, RuntimeError) as error:  # UnsupportedModelError is the first
+        raise CommandFailedError(f"the engine cannot run model {name!r}: {error}", WRONG_OPTIONS) from error
     return model, tokenizer
 
 

@@ -81,8 +81,8 @@ def naming_options(names: Iterable[str]) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        mentioned = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
-        message = re.sub(rf"(?<![-\w])(?:{mentioned})(?![-\w])", lambda match: option_name(match[0]), str(error))
+        known = set(names)
+        message = re.sub(r"[-\w]+", lambda word: option_name(word[0]) if word[0] in known else word[0], str(error))
         raise OptionError(one_line(message.replace("or None to", "or be left out to"))) from error
 
 

@@ -14,6 +14,7 @@ import torch
 from fake_model import FakeModel, expected
 
 import cb_engine
+from cb_engine.cli import feed
 from cb_engine.cli.answers import Answer
 from cb_engine.cli.encoding import Encoder
 from cb_engine.cli.feed import Feed, Tally
@@ -222,6 +223,15 @@ def test_a_failed_engine_blames_no_line() -> None:
     assert tally.failed == 0
     assert 0 < tally.answered == len(sink.answers) < 20
     assert all("error" not in answer for _, answer in sink.answers)
+
+
+def test_an_engine_that_takes_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "_END_WAIT", 1000.0)
+    with running() as manager:
+        manager.destroy()
+        tally, sink = run(manager, lines(3))
+    assert tally.engine_failure == "the manager was destroyed; make a new one"
+    assert (tally.failed, sink.answers) == (0, [])
 
 
 def test_an_input_that_cannot_be_read_further_is_an_error() -> None:

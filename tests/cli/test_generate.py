@@ -18,6 +18,7 @@ import torch
 from cli_rig import Command, Done, TinyModel
 
 from cb_engine.cli import generate as module
+from cb_engine.errors import UnsupportedModelError
 
 Lines = Callable[..., Path]
 
@@ -335,6 +336,36 @@ def test_a_model_that_cannot_be_loaded(command: Command, tmp_path: Path) -> None
     done = command("generate", tmp_path, stdin="a\n")
     assert done.code == 2
     assert done.error.startswith(f"cb-engine: cannot load model '{tmp_path}': ")
+
+
+def test_a_model_that_the_engine_cannot_run(command: Command, tiny_model: TinyModel, monkeypatch: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UnsupportedModelError("layer 0 is recurrent")
+
+    monkeypatch.setattr("cb_engine.api.attach.attach", refuse)
+    done = command("generate", tiny_model.folder, stdin="a\n")
+    assert done.code == 2
+    assert done.error == f"cb-engine: the engine cannot run model '{tiny_model.folder}': layer 0 is recurrent"
+
+
+def test_a_models_own_sampling_is_followed_or_left_out(command: Command, tiny_model: TinyModel, tmp_path: Path) -> None:
+    for file in tiny_model.folder.iterdir():
+        if file.name != "generation_config.json":
+            (tmp_path / file.name).symlink_to(file)
+    config = tmp_path / "generation_config.json"
+    config.write_text('{"max_new_tokens": 3}')  # and no do_sample: greedy
+    [answer] = command("generate", tmp_path, "--device", "cpu", stdin="hello\n").answers
+    assert answer["text"] == tiny_model.text_of("hello", 3)
+    config.write_text('{"guidance_scale": 2.0}')
+    done = command("generate", tmp_path, stdin="hello\n")
+    assert done.code == 2
+    assert done.error == (
+        "cb-engine generate: the model's generation_config: guidance_scale=2.0 is not supported by cb_engine; unset "
+        "it, or give sampling_params instead, or --no-generation-config"
+    )
+    options = ["--no-generation-config", "-t", 0, "--max-tokens", 2, "--device", "cpu"]
+    [answer] = command("generate", tmp_path, *options, stdin="hello\n").answers
+    assert answer["text"] == tiny_model.text_of("hello", 2)
 
 
 def test_an_answer_that_cannot_be_written_is_one_line(
