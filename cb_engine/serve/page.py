@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import HTMLResponse, Response
 
+from cb_engine.metrics import EngineStats
 from cb_engine.serve.context import ServerContext
 
 # The page's own script and style are in it; nothing comes from elsewhere, and nobody else may frame it.
@@ -42,7 +43,8 @@ def make_page_router(context: ServerContext) -> APIRouter:
     return router
 
 
-def _figures(stats: Any) -> dict[str, Any]:
+def _figures(stats: EngineStats) -> dict[str, float]:
+    """Of the engine's figures those that the page reads: its script has to name each."""
     blocks = stats.live_blocks + stats.cached_blocks + stats.free_blocks
     return {
         "num_running": stats.num_running,
@@ -55,7 +57,6 @@ def _figures(stats: Any) -> dict[str, Any]:
         "num_steps": stats.num_steps,
         "num_drafts": stats.num_drafts,
         "num_accepted_tokens": stats.num_accepted_tokens,
-        "mean_acceptance_length": stats.mean_acceptance_length,
         "num_preemptions": stats.num_preemptions,
         "weight_version": stats.weight_version,
     }
