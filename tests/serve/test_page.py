@@ -229,15 +229,32 @@ def test_stop_aborts(visit: Any):
         page.until(lambda: page.tab.locator("figure", has_text="Requests").locator("b").first.text_content() == "0")
 
 
+MARKUP = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+
+
 @pytest.mark.slow
 def test_markup_in_an_answer_is_text(visit: Any):
-    text = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
-    with serving(says(text)) as rig:
+    with serving(says(MARKUP)) as rig:
         page = visit(rig)
         page.ask()
-        page.wait("content", text)
+        page.wait("content", MARKUP)
         assert page.tab.locator("#answer :is(script, img)").count() == 0
-        assert page.tab.title() != "owned"
+
+
+@pytest.mark.slow
+def test_markup_in_one_piece_is_text_wherever_it_comes_from(visit: Any, rig: ServerRig):
+    page = visit(rig)
+    page.wait("word", "ready")
+    status = {**rig.get("/status").json(), "model": MARKUP, "state": MARKUP, "reason": MARKUP}
+    page.tab.route("**/status", lambda route: route.fulfill(json=status))
+    delta = {"content": MARKUP, "reasoning_content": MARKUP}
+    events = [{"choices": [{"delta": delta, "finish_reason": MARKUP}]}, {"error": {"message": MARKUP}}]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    page.tab.route("**/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    page.ask()
+    for place in ("content", "reasoning", "ending", "error", "model", "word", "reason"):
+        page.wait(place, MARKUP)
+    assert page.tab.locator("#answer :is(script, img), header :is(script, img)").count() == 0
 
 
 @pytest.mark.slow
