@@ -120,7 +120,7 @@ def starting(load: Any, *, config: EngineConfig | None = None, **settings: Any) 
     """A server that listens, its model on the way."""
     settings = {"model_name": NAME, **settings}
     app = build_app(load, ServeSettings(**settings), config=config or EngineConfig(block_size=16, num_blocks=256))
-    server = make_server(app, host="127.0.0.1", port=0, log_level="error")
+    server = make_server(app, host="127.0.0.1", port=0)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
     while not server.started:

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 def build_app() -> typer.Typer:
     """`cb-engine` with all its commands."""
-    from cb_engine.cli import bench, chat, generate, look
+    from cb_engine.cli import bench, chat, generate, look, serve
 
     app = look.new_app("Continuous batching for transformers models, on the command line.")
+    look.add_command(app, serve.serve)
     look.add_command(app, generate.generate)
     look.add_command(app, chat.chat)
     app.add_typer(bench.build_app())

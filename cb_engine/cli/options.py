@@ -351,6 +351,15 @@ class SamplingOptions:
         ),
     ] = None
 
+    skip_special_tokens: Annotated[
+        bool | None,
+        typer.Option(
+            "--skip-special-tokens/--keep-special-tokens",
+            help="Leave special tokens out of the text; on by default.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None
+
     def changes(self) -> dict[str, Any]:
         """The fields of SamplingParams that were given, checked.
 

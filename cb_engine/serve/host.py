@@ -103,11 +103,13 @@ class EngineHost:
             self._engine = await self._make_engine()
             ready(self._model, self._tokenizer)
         except Exception as error:
-            logger.exception("the model could not be loaded")
+            logger.error("the model could not be loaded: %s", error)
+            logger.debug("loading failed", exc_info=True)
             self.load_error, self.state = error, State.DEAD
             return
         if self.state is State.LOADING:
             self.state = State.READY
+            logger.info("%s is ready after %.1f s", self._settings.model_name, time.time() - self.started_at)
         while True:
             while self._engine.manager.is_running():
                 await asyncio.sleep(_POLL)

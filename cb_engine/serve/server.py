@@ -58,6 +58,10 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn; from here on a model that cannot be loaded ends the server."""
         await super().startup(sockets)
+        for server in self.servers:
+            for listener in server.sockets:
+                name, port = listener.getsockname()[:2]
+                logger.info("listening at http://%s:%d, the model is being loaded", name, port)
         self._watch = asyncio.create_task(self._end_without_model())
 
     async def _end_without_model(self) -> None:
@@ -131,7 +135,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-def make_server(app: FastAPI, *, host: str, port: int, log_level: str = "info") -> Server:
+def make_server(app: FastAPI, *, host: str, port: int) -> Server:
     """A server for an application of `build_app`, ready to run.
 
     Args:
@@ -145,8 +149,8 @@ def make_server(app: FastAPI, *, host: str, port: int, log_level: str = "info") 
         http=_protocol(context.settings),
         ws="none",
         lifespan="on",
-        log_level=log_level,
-        access_log=False,  # `guard.py` writes one line for each request
+        log_level="warning",  # what there is to say is said here, and by `guard.py`
+        access_log=False,
         server_header=False,
         date_header=False,
         timeout_graceful_shutdown=_CLOSING_S,
@@ -160,13 +164,13 @@ def _protocol(settings: ServeSettings) -> Any:
     return type("BoundedProtocol", (BoundedProtocol,), limit)
 
 
-def run_server(app: FastAPI, *, host: str, port: int, log_level: str = "info") -> int:
+def run_server(app: FastAPI, *, host: str, port: int) -> int:
     """Serves until told to end.
 
     Returns:
         the exit code: 0 after a drain, 1 if the model could not be loaded or the port not be had.
     """
-    server = make_server(app, host=host, port=port, log_level=log_level)
+    server = make_server(app, host=host, port=port)
     try:
         server.run()
     except SystemExit:  # uvicorn's way to say that it could not listen

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 Switch = Literal["auto", "on", "off"]
-ToolChoiceOfFormat = Literal["auto", "hermes", "llama3_json", "mistral", "json"]
+ToolFormatName = Literal["auto", "hermes", "qwen_xml", "llama3_json", "mistral", "mistral_args", "json"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class ServeSettings:
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     trust_request_chat_template: bool = False
-    tool_format: ToolChoiceOfFormat = "auto"
+    tool_format: ToolFormatName = "auto"
     reasoning: Switch = "auto"
     use_generation_config: bool = True
     default_seed: int | None = None

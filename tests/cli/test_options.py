@@ -26,6 +26,7 @@ from cb_engine.speculative_config import SpeculativeConfig
 
 # Fields of EngineConfig that a command decides by itself, or that are for tests and trainers.
 NOT_OPTIONS = {
+    "max_queued_tokens",
     "compile_options",
     "fake_static_device",
     "max_queue_size",

@@ -40,7 +40,7 @@ def load():
 settings = ServeSettings(model_name=NAME, shutdown_timeout={timeout})
 app = build_app(load, settings, config=EngineConfig(block_size=16, num_blocks=256))
 from cb_engine.serve import server as module
-made = make_server(app, host="127.0.0.1", port=0, log_level="error")
+made = make_server(app, host="127.0.0.1", port=0)
 module.make_server = lambda *a, **k: made
 startup = made.startup
 async def told(sockets=None):
