@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from cb_engine.outputs import GenerationOutput, RequestStatus, TokenLogprob
     from cb_engine.sampling_params import SamplingParams
     from cb_engine.speculative_config import SpeculativeConfig
+    from cb_engine.structured_output import StructuredOutput
 
 __version__ = "0.1.0"
 
@@ -51,6 +52,7 @@ __all__ = [
     "SamplingParams",
     "ShapeNotWarmedError",
     "SpeculativeConfig",
+    "StructuredOutput",
     "TokenLogprob",
     "UnsupportedModelError",
     "WorkloadHints",
@@ -79,6 +81,7 @@ _MODULES = {
     "cb_engine.outputs": ("GenerationOutput", "RequestStatus", "TokenLogprob"),
     "cb_engine.sampling_params": ("SamplingParams",),
     "cb_engine.speculative_config": ("SpeculativeConfig",),
+    "cb_engine.structured_output": ("StructuredOutput",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -17,10 +17,13 @@ from numbers import Integral
 from typing import Any
 
 from cb_engine.config import ResolvedConfig
+from cb_engine.grammar.compiler import GrammarCompiler
+from cb_engine.grammar.state import GrammarState
 from cb_engine.kv_cache.block_manager import BlockManager
 from cb_engine.request import Request
 from cb_engine.sampling import derive_seed
 from cb_engine.sampling_params import SamplingParams
+from cb_engine.structured_output import StructuredOutput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,7 @@ class Intake:
         self._vocab_size = vocab_size
         self._eos = _eos_ids(eos_token_id)
         self._tokenizer = tokenizer
+        self._grammars = GrammarCompiler(tokenizer, vocab_size)
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -68,6 +72,7 @@ class Intake:
 
         Raises:
             ValueError, TypeError: naming what is wrong with the prompt or the options.
+            ImportError: structured output is asked for, and the package that it needs is not installed.
         """
         token_ids = self.token_ids_of(prompt)
         self._check_prompt(token_ids, params)
@@ -80,6 +85,8 @@ class Intake:
         if params.logprobs is None and self._config.return_logprobs:
             params = params.clone(logprobs=0)
         eos = self._eos if options.eos_token_id is None else _eos_ids(options.eos_token_id)
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
+        grammars = self._start_grammars(params, stops, eos)
         room = self._config.max_model_len - len(token_ids)
         wanted = room if params.max_tokens is None else params.max_tokens
         with self._lock:
@@ -98,8 +105,9 @@ class Intake:
                 max_tokens=min(wanted, room),
                 limited_by_model=wanted > room or params.max_tokens is None,
                 eos_token_ids=eos,
-                stop_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos),
+                stop_token_ids=stops,
                 bad_words_ids=self._bad_words(params),
+                grammar=grammars[index],
                 family=request_id,
                 seed=derive_seed(base_seed, index),
                 arrival=arrivals[index],
@@ -134,6 +142,14 @@ class Intake:
                 f"the prompt has {len(token_ids)} tokens and needs {shortage[0]} KV blocks of "
                 f"{self._config.block_size} tokens; the pool has {shortage[1]}; shorten the prompt or raise num_blocks"
             )
+
+    def _start_grammars(
+        self, params: SamplingParams, stops: frozenset[int], eos: frozenset[int]
+    ) -> Sequence[GrammarState | None]:
+        """The grammar of each sample, all at its start."""
+        if not isinstance(params.structured, StructuredOutput):
+            return [None] * params.n
+        return self._grammars.start(params.structured, params.n, stop_token_ids=stops, eos_token_ids=eos)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """bad_words as token ids; a word in text is banned at the start of a text and after a space."""

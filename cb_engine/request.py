@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from cb_engine.grammar.state import GrammarState
 from cb_engine.outputs import FinishReason, TokenLogprob
 from cb_engine.sampling_params import SamplingParams
 
@@ -71,6 +72,7 @@ class Request:
     deltas: bool = False  # each output holds what is new since the one before
     record_timestamps: bool = False
     fork_group: ForkGroup | None = None
+    grammar: GrammarState | None = None  # made at its start, advanced by the Scheduler with every token
     created_time: float = field(default_factory=time.perf_counter)
 
     # Set by the Scheduler only.

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, cast, get_args
 
+from cb_engine.structured_output import StructuredOutput
+
 _GREEDY_BELOW = 1e-5  # logits divided by less leave the range of fp32
 _LARGEST_PENALTY = 1e6
 
@@ -54,7 +56,9 @@ class SamplingParams:
 
     Every field holds for its own request only, whatever else is in the batch. `stop`, `stop_token_ids` and
     `bad_words` accept any sequence (`stop` a single string too) and are stored as tuples; `logit_bias`
-    accepts any mapping and is stored as an immutable one. A bias of `-inf` bans a token.
+    accepts any mapping and is stored as an immutable one. A bias of `-inf` bans a token. `structured` accepts a
+    `StructuredOutput` or a mapping of its fields: nothing but text that fits is generated, and an end only where the
+    text is complete. A text that cannot go on ends, also before `min_tokens` are out.
 
     Raises:
         TypeError: if a field has the wrong type.
@@ -83,6 +87,7 @@ class SamplingParams:
     bad_words: Sequence[str | Sequence[int]] = ()
     priority: int = 0  # lower runs sooner
     cache_salt: str | None = None  # requests share cached prefixes only with requests of the same salt
+    structured: StructuredOutput | Mapping[str, Any] | None = None  # what the text must be
     speculative: bool = True  # False: this request's tokens are never guessed, where the engine speculates
     skip_special_tokens: bool = True  # False: special tokens are part of the text, but for the one that ends it
 
@@ -93,6 +98,8 @@ class SamplingParams:
         for name in ("ignore_eos", "speculative", "skip_special_tokens"):
             if type(getattr(self, name)) is not bool:
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.structured is not None:
+            self._store("structured", StructuredOutput.of(self.structured))
         if self.logprobs_mode not in get_args(LogprobsMode):
             raise ValueError(f"logprobs_mode must be 'processed' or 'raw', got {self.logprobs_mode!r}")
         if self.cache_salt is not None and not isinstance(self.cache_salt, str):

@@ -117,10 +117,13 @@ class Speculator:
         return drafts
 
     def _legal(self, draft: Draft, ask: DraftAsk) -> Draft:
-        """As much of a draft as the model can take."""
+        """As much of a draft as the model can take, and the request's grammar allows: the rest costs nothing then."""
         token_ids = tuple(draft.token_ids[: ask.max_tokens])
         wrong = next((i for i, token_id in enumerate(token_ids) if not 0 <= token_id < self._vocab_size), None)
-        return Draft(token_ids[:wrong], int(draft.kind))
+        token_ids = token_ids[:wrong]
+        if ask.request.grammar is not None:
+            token_ids = token_ids[: ask.request.grammar.num_legal(token_ids)]
+        return Draft(token_ids, int(draft.kind))
 
 
 class NoSpeculation:

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from cb_engine.grammar.masks import MaskAsk, MaskMaker, TokenMasks
 from cb_engine.outputs import TokenLogprob
 from cb_engine.request import Request
 from cb_engine.runner.buckets import Bucket, StepKind
@@ -30,7 +31,9 @@ from cb_engine.scheduler.output import ModelOutput, SampledToken, ScheduledReque
 class TokenSampler(Protocol):
     """`Sampler` or `StaticSampler`."""
 
-    def __call__(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> SamplerOutput:
+    def __call__(
+        self, logits: torch.Tensor, states: Sequence[SamplingState], masks: TokenMasks | None = None
+    ) -> SamplerOutput:
         """One token for each row."""
 
     def warmup(self, logits: torch.Tensor) -> None:
@@ -105,6 +108,7 @@ class RowSampler:
     def __init__(self, sampler: TokenSampler, executor: Executor) -> None:
         self._sampler = sampler
         self._executor = executor
+        self._masks = MaskMaker(torch.get_num_threads())
         self._warm: set[int] = set()  # numbers of rows that have been warmed up
         self._states: WeakKeyDictionary[Request, _States] = WeakKeyDictionary()
 
@@ -122,8 +126,9 @@ class RowSampler:
         entries, states, rows = self._split(scheduled, logits)
         if not states:
             return ModelOutput(prompt_logprobs=entries)
-        sampled = self._sampler(self._wanted(logits, rows, num_rows), states)
         sampling = [item for item in scheduled if item.samples]
+        # The device may be computing still: masks are filled meanwhile.
+        sampled = self._sampler(self._wanted(logits, rows, num_rows), states, self._masks_of(sampling))
         if any(item.draft_token_ids for item in sampling):
             kept = self._accepted(sampling, sampled, shape)
         else:
@@ -171,6 +176,16 @@ class RowSampler:
                 rows.extend(range(row, row + item.num_sampled_rows))
                 row += item.num_sampled_rows
         return entries, states, rows
+
+    def _masks_of(self, scheduled: Sequence[ScheduledRequest]) -> TokenMasks | None:
+        """What the grammars of the requests that sample allow; None if none of them has any."""
+        asks: list[MaskAsk] = []
+        row = 0
+        for item in scheduled:
+            if item.request.grammar is not None:
+                asks.append(MaskAsk(item.request.grammar, row, item.draft_token_ids))
+            row += item.num_sampled_rows
+        return self._masks.make(asks) if asks else None
 
     @property
     def _is_static(self) -> bool:
@@ -247,5 +262,5 @@ class RowSampler:
 
 
 _NOTHING_TO_DRAW = (
-    "the logits held NaN or infinity, or logit_bias, allowed_token_ids and bad_words together left no token"
+    "the logits held NaN or infinity, or structured, logit_bias, allowed_token_ids and bad_words together left no token"
 )

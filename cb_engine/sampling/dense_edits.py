@@ -1,6 +1,7 @@
-"""The edits of `edits.py` as three dense tensors, for devices whose shapes may not follow what a request asks for.
+"""The edits of `edits.py`, and the masks of grammars, as dense tensors, for devices whose shapes may not follow what a
+request asks for.
 
-Owns: their making on the host, and their application. The order is that of `edits.py`: logit_bias, then penalties,
+Owns: their making on the host, and their application. The order is that of `sampler.py`: logit_bias, then penalties,
 then masks, which win over all that adds.
 Does not know: temperature, cuts, draws.
 """
@@ -15,10 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cb_engine.grammar.masks import TokenMasks
 from cb_engine.sampling.blocks import to_device
 from cb_engine.sampling.edits import BannedWords
 from cb_engine.sampling.penalties import Penalties
 from cb_engine.sampling.state import SamplingState
+from cb_engine.sampling.token_masks import num_bytes, penalty_of
 
 _NEG_INF = float("-inf")
 _Floats = npt.NDArray[np.float32]
@@ -26,17 +29,18 @@ Masked = list[tuple[int, int]]  # row, token
 
 
 class DenseEdits(NamedTuple):
-    """What happens to `[R, V]` logits, in order; all three are fp32 of that shape."""
+    """What happens to `[R, V]` logits, in order; the first three are fp32 of that shape."""
 
     bias: Tensor  # added
     factor: Tensor  # then positive logits are divided by it, and negative ones multiplied
     addend: Tensor  # then added; where it is -inf, nothing brings the token back
+    allowed: Tensor  # [R, bytes] uint8: nor where its bit is not set, see `TokenMasks`
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return edited `logits [R, V]` fp32."""
         scores = logits + self.bias
         scores = torch.where(scores < 0, scores * self.factor, scores / self.factor) + self.addend
-        return scores.masked_fill(self.addend == _NEG_INF, _NEG_INF)
+        return scores.masked_fill(self.addend == _NEG_INF, _NEG_INF) + penalty_of(self.allowed, logits.shape[1])
 
 
 class BatchEdits:
@@ -76,15 +80,18 @@ class BatchEdits:
             masked += [(row, token_id) for token_id in words.completions(self._states[row])]
         return masked if masked or self._is_fixed else None
 
-    def dense(self, masked: Masked) -> DenseEdits:
+    def dense(self, masked: Masked, masks: TokenMasks | None = None) -> DenseEdits:
         """Return all edits of this step on the device.
 
         Args:
-            masked: what `pending` returned.
+            masked: what `pending` returned; nothing in place of None.
+            masks: what the grammars of some rows allow.
         """
         if self._fixed is None:
             self._fixed = self._make_fixed()
         edits, fixed_addend = self._fixed
+        if masks is not None:
+            edits = edits._replace(allowed=self._allowed(masks))
         if not masked and not self._penalised:
             return edits
         factor, addend = edits.factor, fixed_addend.copy()
@@ -93,7 +100,7 @@ class BatchEdits:
         if masked:
             rows, token_ids = zip(*masked, strict=True)
             addend[rows, token_ids] = _NEG_INF
-        return DenseEdits(edits.bias, factor, self._to_device(addend))
+        return edits._replace(factor=factor, addend=self._to_device(addend))
 
     def _make_fixed(self) -> tuple[DenseEdits, _Floats]:
         """Edits that no output changes, and the host's copy of what is added last."""
@@ -106,7 +113,16 @@ class BatchEdits:
                 addend[row, list(allowed)] = 0
             addend[row, [word[0] for word in state.bad_words_ids if len(word) == 1]] = _NEG_INF
         factor = torch.ones(self._shape, device=self._device)
-        return DenseEdits(self._to_device(bias), factor, self._to_device(addend)), addend
+        edits = DenseEdits(self._to_device(bias), factor, self._to_device(addend), self._allowed(None))
+        return edits, addend
+
+    def _allowed(self, masks: TokenMasks | None) -> Tensor:
+        """The tokens that grammars allow: all in rows that have none."""
+        rows, vocab_size = self._shape
+        allowed = np.full((rows, num_bytes(vocab_size)), 255, np.uint8)
+        if masks is not None:
+            allowed[list(masks.rows)] = masks.bits[:, : allowed.shape[1]]
+        return to_device(torch.from_numpy(allowed), self._device)
 
     def _penalise(self, addend: _Floats) -> Tensor:
         """Subtract presence and frequency from `addend`, in place; return the factor of the repetition penalty."""

@@ -5,7 +5,8 @@ Owns: the order of operations, and the cache of the batch's plan. For each row, 
     1. raw log-probabilities, if asked for, come from the logits as they are
     2. logit_bias is added                                                  edits.py
     3. repetition penalty (prompt and output), then frequency and presence (output)
-    4. masks: allowed_token_ids, bad words, and what would end the output before min_tokens
+    4. masks: allowed_token_ids, bad words, what would end the output before min_tokens   edits.py
+       and what the request's grammar does not allow                        token_masks.py
     5. greedy: the best token                                               blocks.py, or the kernel `draw`
        else: temperature, then the cuts top_k, top_p, min_p                 truncation.py
              and a draw with one uniform number per (seed, position)        randomness.py, blocks.py; without
@@ -27,12 +28,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cb_engine.grammar.masks import TokenMasks
 from cb_engine.sampling import blocks, truncation
 from cb_engine.sampling.logprobs import Distributions, TopLogprobs
 from cb_engine.sampling.penalties import Penalties
 from cb_engine.sampling.plan import Group, Plan, Rows, WholeGroup
 from cb_engine.sampling.randomness import uniforms
 from cb_engine.sampling.state import SamplingState
+from cb_engine.sampling.token_masks import forbid
 from cb_engine.sampling_params import SamplingParams
 
 _GREEDY = SamplingState(SamplingParams(temperature=0.0), 0, (), (), frozenset(), ())
@@ -90,12 +93,15 @@ class Sampler:
         self._plan: Plan | None = None
 
     @torch.no_grad()
-    def __call__(self, logits: Tensor, states: Sequence[SamplingState]) -> SamplerOutput:
+    def __call__(
+        self, logits: Tensor, states: Sequence[SamplingState], masks: TokenMasks | None = None
+    ) -> SamplerOutput:
         """Sample.
 
         Args:
             logits: `[R, V]`, bf16, fp16 or fp32, one row per state; padding rows are the caller's to drop.
             states: the requests, `R` of them.
+            masks: what the grammars of some rows allow; None: no row has any.
 
         Returns:
             One token per row. A row that failed leaves the others as they would be without it.
@@ -110,10 +116,10 @@ class Sampler:
             )
         plan = self._plan_for(states, logits)
         masked = plan.edits.pending()
-        if plan.is_plain and masked is None:
+        if plan.is_plain and masked is None and masks is None:
             token_ids, failed, _ = torch.ops.cb_engine.draw(_rows_of(logits), plan.odds, _uniform(plan))
             return SamplerOutput(token_ids, failed, None, None)
-        draft, failed = _prepare(logits, plan, masked)
+        draft, failed = _prepare(logits, plan, masked, masks)
         if (rows := plan.greedy) is not None:
             best = blocks.argmax(rows.take(draft.logits), rows.take(draft.maxima))
             draft.token_ids.index_copy_(0, rows.index, best)
@@ -147,15 +153,18 @@ def _rows_of(logits: Tensor) -> Tensor:
     return narrow if narrow.stride(1) == 1 else narrow.contiguous()
 
 
-def _prepare(logits: Tensor, plan: Plan, masked: list[int] | None) -> tuple[_Draft, Tensor]:
+def _prepare(logits: Tensor, plan: Plan, masked: list[int] | None, masks: TokenMasks | None) -> tuple[_Draft, Tensor]:
     """Return the edited logits with room for the results, and which rows failed, `[R]` bool."""
     scores = logits.float().contiguous()
     failed = None
-    if masked is not None:
+    if masked is not None or masks is not None:
         # An edit may hide a NaN or an infinity; the row is wrong all the same.
         failed = ~scores.amax(-1).isfinite()
         scores = scores.clone() if scores.data_ptr() == logits.data_ptr() else scores
-        plan.edits.apply(scores, masked)
+        if masked is not None:
+            plan.edits.apply(scores, masked)
+        if masks is not None:
+            forbid(scores, masks)
     scores = blocks.pad_to_blocks(scores)
     maxima = blocks.block_maxima(scores)
     peak = maxima.amax(-1)

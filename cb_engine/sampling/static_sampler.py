@@ -7,7 +7,7 @@ Does not know: whose rows they are, what a graph is.
 
 A call's shapes follow from R, V and which of its parts are there:
 
-    edits    whether any request edits its logits in this step
+    edits    whether any request edits its logits in this step, or has a grammar
     draw     greedy: no row draws; free: some do, from all tokens; cut: some have a top_k, top_p or min_p
     report   whether any request wants log-probabilities
 
@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cb_engine.grammar.masks import TokenMasks
 from cb_engine.sampling import blocks, truncation
 from cb_engine.sampling.dense_edits import BatchEdits, DenseEdits
 from cb_engine.sampling.logprobs import Distributions, TopLogprobs
@@ -107,12 +108,15 @@ class StaticSampler:
         self._batch: _Batch | None = None
 
     @torch.no_grad()
-    def __call__(self, logits: Tensor, states: Sequence[SamplingState]) -> SamplerOutput:
+    def __call__(
+        self, logits: Tensor, states: Sequence[SamplingState], masks: TokenMasks | None = None
+    ) -> SamplerOutput:
         """Sample.
 
         Args:
             logits: `[R, V]`, bf16, fp16 or fp32.
             states: the requests, at most `R` of them; the rows beyond are padding.
+            masks: what the grammars of some rows allow; None: no row has any.
 
         Returns:
             One token for each of the `R` rows. A row that failed leaves the others as they would be without it.
@@ -127,7 +131,7 @@ class StaticSampler:
         masked = batch.edits.pending()
         sampled = self._sample(
             logits,
-            None if masked is None else batch.edits.dense(masked),
+            None if masked is None and masks is None else batch.edits.dense(masked or [], masks),
             batch.odds(batch.draw),
             batch.report(self.max_logprobs) if batch.reports else None,
         )

@@ -24,6 +24,8 @@ from cb_engine.scheduler.queue import WaitingQueue
 from cb_engine.scheduler.step import Step
 from cb_engine.speculative.proposer import DraftAsk
 
+Ending = tuple[FinishReason, int | str | None]  # and the stop reason
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -347,12 +349,14 @@ class Scheduler:
             self._collect_prompt_logprobs(request, item, output)
             tokens = output.sampled.get(request.request_id, ())
             if tokens and tokens[0].failed is not None:
-                if request.num_hit_tokens:
+                ending = self._grammars_ending(request)
+                if ending is None and request.num_hit_tokens:
                     self._try_without_hits(request)
                     continue
                 request.num_computed_tokens = item.end - len(item.draft_token_ids)
-                request.error = tokens[0].failed
-                self.finish(request, "error")
+                if ending is None:
+                    request.error = tokens[0].failed
+                self.finish(request, *(ending or ("error", None)))
             else:
                 self._take_in(item, tokens)
             if tokens or request.is_finished:
@@ -367,7 +371,7 @@ class Scheduler:
         in the cache  t  d1  d2          what d3's row wrote is overwritten by the next step
         """
         request = item.request
-        ending = None
+        ending: Ending | None = None
         num_kept = 0
         for token in tokens:
             self._append(request, token)
@@ -414,14 +418,29 @@ class Scheduler:
         if token.top_logprobs is not None:
             request.top_logprobs.append(token.top_logprobs)
 
-    def _ending(self, request: Request, token_id: int) -> tuple[FinishReason, int | str] | None:
-        """Whether and how the token that was just appended ends the request."""
+    def _ending(self, request: Request, token_id: int) -> Ending | None:
+        """Whether and how the token that was just appended ends the request; if it is no stop token, the request's
+        grammar takes it in."""
         num_outputs = len(request.output_token_ids)
         if token_id in request.stop_token_ids and num_outputs > request.sampling_params.min_tokens:
             return "stop", token_id
+        if request.grammar is not None:
+            request.grammar.advance(token_id)
+            if ending := self._grammars_ending(request):
+                return ending
         if num_outputs >= request.max_tokens:
             return "length", "max_model_len" if request.limited_by_model else "max_tokens"
         return None
+
+    def _grammars_ending(self, request: Request) -> Ending | None:
+        """Whether and how a request's grammar ends it: it has failed, or the text is whole. No EOS need tell that: not
+        all models have one, and some requests ignore it."""
+        if request.grammar is None:
+            return None
+        request.error = request.grammar.error
+        if request.error is not None:
+            return "error", None
+        return ("stop", None) if request.grammar.is_complete else None
 
     def _collect_prompt_logprobs(self, request: Request, item: ScheduledRequest, output: ModelOutput) -> None:
         """Appends the entries of this chunk that are not known yet (a recomputed prompt gives them again)."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from cb_engine.grammar.masks import TokenMasks
 from cb_engine.request import Request
 from cb_engine.runner.buckets import Bucket, StepKind
 from cb_engine.runner.executor import EagerExecutor
@@ -224,9 +225,11 @@ def test_states_are_the_same_from_step_to_step() -> None:
     seen: list[list[SamplingState]] = []
 
     class Noting(Sampler):
-        def __call__(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> Any:
+        def __call__(
+            self, logits: torch.Tensor, states: Sequence[SamplingState], masks: TokenMasks | None = None
+        ) -> Any:
             seen.append(list(states))
-            return super().__call__(logits, states)
+            return super().__call__(logits, states, masks)
 
     sampler = RowSampler(Noting(), EagerExecutor())
     request = make_request("a", [1], [2])
