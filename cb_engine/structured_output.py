@@ -44,7 +44,7 @@ class StructuredOutput:
         for name in ("json_object", "compact"):
             if type(getattr(self, name)) is not bool:
                 raise TypeError(f"structured.{name} must be True or False, got {getattr(self, name)!r}")
-        given = [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
+        given = [name for name in _CONSTRAINTS if self._has(name)]
         if len(given) != 1:
             raise ValueError(
                 f"structured must have exactly one of {', '.join(_CONSTRAINTS)}, got {' and '.join(given) or 'none'}"
@@ -86,7 +86,10 @@ class StructuredOutput:
     @property
     def constraint(self) -> Constraint:
         """The name of the field that is given."""
-        return next(name for name in _CONSTRAINTS if getattr(self, name) not in (None, False))
+        return next(name for name in _CONSTRAINTS if self._has(name))
+
+    def _has(self, name: Constraint) -> bool:
+        return self.json_object if name == "json_object" else getattr(self, name) is not None
 
     @property
     def num_chars(self) -> int:

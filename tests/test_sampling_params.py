@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from cb_engine.sampling_params import SamplingParams
+from cb_engine.structured_output import StructuredOutput
 
 INF = float("inf")
 FULL: dict[str, Any] = {
@@ -38,6 +39,7 @@ FULL: dict[str, Any] = {
     "bad_words": ("x", (4, 5)),
     "priority": -1,
     "cache_salt": "tenant",
+    "structured": StructuredOutput(regex="a+"),
     "speculative": False,
     "skip_special_tokens": False,
 }

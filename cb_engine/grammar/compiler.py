@@ -49,7 +49,7 @@ class _Vocabulary:
 
     tokenizer: LLTokenizer
     sentinel: int
-    num_bytes: int  # of a mask
+    num_tokens: int  # of a mask: those of the model, and that one
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,13 @@ class GrammarCompiler:
         vocabulary = self._get_vocabulary()
         compiled = self._get(structured, vocabulary)
         # A token beyond the mask cannot be generated.
-        legal = frozenset(t for t in stop_token_ids if t < 8 * vocabulary.num_bytes)
-        ignored = frozenset(t for t in eos_token_ids - stop_token_ids if t < 8 * vocabulary.num_bytes)
+        legal = frozenset(t for t in stop_token_ids if t < vocabulary.num_tokens)
+        ignored = frozenset(t for t in eos_token_ids - stop_token_ids if t < vocabulary.num_tokens)
         ends = EndTokens(vocabulary.sentinel, legal, ignored)
         return [
-            GrammarState(compiled.matcher.deep_copy(), ends, vocabulary.num_bytes, can_roll_back=compiled.can_roll_back)
+            GrammarState(
+                compiled.matcher.deep_copy(), ends, vocabulary.num_tokens, can_roll_back=compiled.can_roll_back
+            )
             for _ in range(count)
         ]
 
@@ -161,7 +163,7 @@ def _make_vocabulary(tokenizer: Any | None, vocab_size: int) -> _Vocabulary:
         read = LLTokenizer(own.to_str(), n_vocab=size, eos_token=sentinel)
     except ValueError as error:
         raise ValueError(f"structured output cannot use this tokenizer: {plain(str(error))}") from error
-    return _Vocabulary(read, sentinel, (size + 31) // 32 * 4)
+    return _Vocabulary(read, sentinel, size)
 
 
 def _compile(structured: StructuredOutput, vocabulary: _Vocabulary) -> _Compiled:

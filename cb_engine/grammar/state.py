@@ -7,8 +7,9 @@ Does not know requests, schedulers or logits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,16 +60,16 @@ class GrammarState:
 
     Args:
         matcher: at the grammar's start; this state's own from here on.
-        num_bytes: of one mask.
+        num_tokens: of a mask.
         can_roll_back: whether the matcher can take tokens back; no drafts are verified for one that cannot.
     """
 
-    __slots__ = ("_can_roll_back", "_must_end", "ends", "matcher", "num_bytes")
+    __slots__ = ("_can_roll_back", "_must_end", "_num_tokens", "ends", "matcher")
 
-    def __init__(self, matcher: LLMatcher, ends: EndTokens, num_bytes: int, *, can_roll_back: bool) -> None:
+    def __init__(self, matcher: LLMatcher, ends: EndTokens, num_tokens: int, *, can_roll_back: bool) -> None:
         self.matcher = matcher  # for masks to be filled from
         self.ends = ends
-        self.num_bytes = num_bytes
+        self._num_tokens = num_tokens
         self._can_roll_back = can_roll_back
         self._must_end = False  # set by whoever has filled a mask for the next token
 
@@ -90,13 +91,21 @@ class GrammarState:
         """What went wrong for good, if anything did."""
         return f"the grammar failed: {plain(self.matcher.get_error())}" if self.matcher.is_error() else None
 
+    @property
+    def num_bytes(self) -> int:
+        """Of a mask, as llguidance fills it: whole words of 32 bits."""
+        return (self._num_tokens + 31) // 32 * 4
+
     def num_legal(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, in order, may come next: fewer than there are if one of them ends the request."""
+        """How many of these tokens, in order, may come next as text; 0 if the matcher cannot take tokens back."""
         if not self._can_roll_back:
             return 0
-        stops: Collection[int] = self.ends.legal | self.ends.ignored
-        end = next((i for i, token_id in enumerate(token_ids) if token_id in stops), len(token_ids))
-        return self.matcher.validate_tokens(list(token_ids[:end])) if end else 0
+        text = list(takewhile(self._is_text, token_ids))
+        return self.matcher.validate_tokens(text) if text else 0
+
+    def _is_text(self, token_id: int) -> bool:
+        is_end = token_id in self.ends.legal or token_id in self.ends.ignored
+        return 0 <= token_id < self._num_tokens and not is_end
 
 
 def plain(error: str) -> str:
