@@ -135,6 +135,9 @@ SAMPLING: dict[str, Callable[[], None]] = {
     "bad_words": lambda: _differ(tokens(GREEDY.clone(bad_words=[expected(PROMPT, 1)])), tokens(GREEDY)),
     "priority": check_priority,
     "cache_salt": check_cache_salt,
+    "structured": lambda: _same(
+        said(SamplingParams(temperature=0.0, structured={"choice": ["one two", "x"]})).text, "one two"
+    ),
     "speculative": lambda: _same(
         [drafted(GREEDY.clone(speculative=wanted)) > 0 for wanted in (True, False)], [True, False]
     ),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from cb_engine.grammar.state import EndTokens, GrammarState, plain
+from cb_engine.grammar.state import DEAD_END, EndTokens, GrammarState, plain
 from cb_engine.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def _compile(structured: StructuredOutput, vocabulary: _Vocabulary) -> _Compiled
         raise ValueError(f"{name}: {plain(str(error))}") from None
     limits = LLParserLimits(**_LIMITS)
     matcher = _on_deep_stack(lambda: LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits))
-    # The first mask shows what is wrong with a grammar that can be read; copies find it half done.
+    # The first masks show what is wrong with a grammar that can be read; copies find the first one half done.
     first = np.frombuffer(matcher.compute_bitmask(), np.uint8).copy() if not matcher.is_error() else None
     if first is None or matcher.is_error():
         raise ValueError(f"{name} cannot be used: {plain(matcher.get_error())}")
@@ -186,6 +186,9 @@ def _compile(structured: StructuredOutput, vocabulary: _Vocabulary) -> _Compiled
         raise ValueError(f"{name} allows nothing but the empty text; leave structured out, or allow some")
     probe = matcher.deep_copy()
     probe.consume_token(int(tokens[0]))
+    probe.compute_bitmask()
+    if probe.is_error() and (reason := plain(probe.get_error())) != DEAD_END:  # another token may lead on
+        raise ValueError(f"{name} cannot be used: {reason}")
     return _Compiled(matcher, can_roll_back=probe.rollback(1) and not probe.is_error())
 
 

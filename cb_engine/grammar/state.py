@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
+DEAD_END = "no token can continue it"
+
+
 @dataclass(frozen=True)
 class EndTokens:
     """Which tokens end a request, and when they may: where its grammar can end, and nowhere else.
@@ -114,5 +117,5 @@ def plain(error: str) -> str:
     cause = next((line for line in lines if line.startswith("error: ")), None)
     text = (cause or next(iter(lines), "")).removeprefix("error: ")
     if text.startswith("NoExtension"):
-        text = "no token can continue it"
+        text = DEAD_END
     return text if len(text) <= 300 else text[:297] + "..."

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cb_engine.grammar.masks import TokenMasks
-from cb_engine.sampling.blocks import to_device
+from cb_engine.sampling.blocks import row_chunks, to_device
 
 _NEG_INF = float("-inf")
 
@@ -43,8 +43,6 @@ def forbid(scores: Tensor, masks: TokenMasks) -> None:
     """
     vocab_size = scores.shape[1]
     bits = to_device(torch.from_numpy(masks.bits[:, : num_bytes(vocab_size)]), scores.device)
-    penalty = penalty_of(bits, vocab_size)
-    if len(masks.rows) == len(scores):
-        scores.add_(penalty)
-    else:
-        scores.index_add_(0, to_device(torch.tensor(masks.rows), scores.device), penalty)
+    rows = to_device(torch.tensor(masks.rows), scores.device)
+    for part in row_chunks(len(bits), scores.device):
+        scores.index_add_(0, rows[part], penalty_of(bits[part], vocab_size))

@@ -84,6 +84,10 @@ def test_tokens_beyond_the_tokenizers_are_never_allowed() -> None:
         ({"json_schema": {"$ref": "#"}}, "json_schema cannot be used: no token can continue it"),
         ({"json_schema": {"$ref": "http://localhost/x"}}, "json_schema cannot be used: .*http://localhost/x"),
         ({"json_schema": '{"items":' * 200 + "{}" + "}" * 200}, "structured.json_schema: recursion limit exceeded"),
+        (
+            {"json_schema": {"type": "object", "properties": {f"p{i}": {} for i in range(900)}}},
+            "json_schema cannot be used: .*row has .* items; max is 2000",
+        ),
         ({"regex": "a("}, "structured.regex cannot be used: unclosed group$"),
         ({"regex": "a(?=b)"}, "regex cannot be used: look-around"),
         ({"regex": "(" * 4000}, "regex cannot be used: "),
