@@ -156,8 +156,9 @@ def _pattern_chars(schema: Any) -> int:
     while todo:
         value = todo.pop()
         if isinstance(value, dict):
-            pattern, by_pattern = value.get("pattern"), value.get("patternProperties")
-            total += len(pattern) if isinstance(pattern, str) else 0
+            patterns = (value.get("pattern"), value.get("whitespace_pattern"))  # the latter in `x-guidance`
+            by_pattern = value.get("patternProperties")
+            total += sum(len(pattern) for pattern in patterns if isinstance(pattern, str))
             total += sum(map(len, by_pattern)) if isinstance(by_pattern, dict) else 0
             todo += value.values()
         elif isinstance(value, (list, tuple)):

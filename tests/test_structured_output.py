@@ -90,6 +90,11 @@ for _ in range(5000):
             ValueError,
             "json_schema has patterns of 10000 characters, at most 8192",
         ),
+        (
+            {"json_schema": {"x-guidance": {"whitespace_pattern": " ?" * 5000}}},
+            ValueError,
+            "json_schema has patterns of 10000 characters",
+        ),
         ({"json_object": 1}, TypeError, "json_object must be True or False, got 1"),
         ({"regex": 5}, TypeError, "regex must be a string, got 5"),
         ({"regex": False}, TypeError, "regex must be a string, got False"),

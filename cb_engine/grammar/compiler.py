@@ -30,6 +30,13 @@ _MAX_KEPT_CHARS = 2**20  # of their texts together: a compiled one takes some 20
 # better to say cannot fill its output with it.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 
+_COMPACT: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
+    "item_separator": ",",
+    "key_separator": ":",
+}
+
 # llguidance's own limits, with two changes: a request's lexer may take some 50 MB (250,000 states would be 500), and
 # errors come without the state of the parser.
 _LIMITS: dict[str, Any] = {"max_lexer_states": 25_000, "verbose_errors": False}
@@ -200,8 +207,7 @@ def _grammar_text(structured: StructuredOutput) -> str:
         schema = structured.json_schema if isinstance(structured.json_schema, str) else '{"type":"object"}'
         # A schema may say otherwise (`x-guidance`) of whitespace, unless there is to be none.
         defaults: JsonCompileOptions = {} if structured.compact else {"whitespace_pattern": _WHITESPACE}
-        overrides: JsonCompileOptions = {"whitespace_flexible": False} if structured.compact else {}
-        return LLMatcher.grammar_from_json_schema(schema, defaults, overrides)
+        return LLMatcher.grammar_from_json_schema(schema, defaults, _COMPACT if structured.compact else {})
     if structured.regex is not None:
         return LLMatcher.grammar_from_regex(structured.regex)
     if structured.choice is not None:

@@ -52,6 +52,18 @@ def test_a_choice_is_taken_literally(text: str) -> None:
     assert state.is_complete
 
 
+@pytest.mark.parametrize("text", ["a/b", "a\nb", 'x/\ny: "z"\n', '"q"', "#x y", "日"])
+def test_an_expression_cannot_break_out_of_the_grammar_around_it(text: str) -> None:
+    assert after({"regex": text}, text).is_complete
+    assert after({"regex": text}, text[:-1] + "!").error is not None
+
+
+def test_a_schema_may_say_what_whitespace_it_wants() -> None:
+    schema = {"type": "array", "items": {"const": 1}, "x-guidance": {"whitespace_pattern": " "}}
+    assert chars(next_tokens(after({"json_schema": schema}, "["))) == " 1]"
+    assert chars(next_tokens(after({"json_schema": schema, "compact": True}, "["))) == "1]"
+
+
 def test_whitespace_has_an_end() -> None:
     for blank in " \n":
         state = after({"json_object": True}, "{" + blank * 64)
