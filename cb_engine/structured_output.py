@@ -16,7 +16,7 @@ Constraint = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 
 # What an expression of such a length can make one step cost stays below a fifth of a second, and only once: whatever
 # is that dear runs out of fuel and fails. Schemas and choices are cheap for their length.
-_MAX_CHARS: dict[str, int] = {"json_schema": 2**17, "choice": 2**17, "grammar": 2**14, "regex": 2**13}
+_MAX_CHARS: dict[str, int] = {"json_schema": 2**17, "choice": 2**17, "grammar": 2**16, "regex": 2**13}
 _MAX_PATTERN_CHARS = _MAX_CHARS["regex"]  # of all patterns of a schema together
 
 

@@ -6,7 +6,7 @@ Owns the shapes of answers and chunks. Streams and whole answers go through the 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from cb_engine.serve.parsers import (
     ToolCallStart,
     collect,
     make_response_parser,
+    structured_after_reasoning,
     structured_for_tools,
     validate_tools,
 )
@@ -93,6 +94,7 @@ def prepare_dialogue(request: ChatRequest, context: ServerContext) -> Dialogue:
         max_tokens=request.token_limit,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         structured=_enforced(request, tools, model, in_reasoning),
+        around_form=_free_reasoning(model, in_reasoning),
     )
     return Dialogue(token_ids, params, tools if told else (), in_reasoning)
 
@@ -139,6 +141,16 @@ def _enforced(
         reasoning=model.reasoning,
         starts_in_reasoning=in_reasoning,
         special_tokens=model.special_tokens,
+    )
+
+
+def _free_reasoning(model: LoadedModel, in_reasoning: bool) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """Lets a model that reasons do so before it keeps to a form."""
+    reasoning = model.reasoning
+    if reasoning is None:
+        return dict
+    return lambda form: structured_after_reasoning(
+        form, reasoning, starts_in_reasoning=in_reasoning, special_tokens=model.special_tokens
     )
 
 

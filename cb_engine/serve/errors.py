@@ -88,6 +88,9 @@ def as_api_error(error: Exception, *, retry_after: int) -> APIError:
             return APIError(503, "the engine takes no requests now", code="engine_stopped", retry_after=retry_after)
         case EngineError():
             return engine_failed(retry_after)
+        case ImportError():
+            logger.error("%s", error)
+            return APIError(501, "this server has not all that the request needs installed", code="not_installed")
         case ValueError() | TypeError():
             named = re.match(r"(\w[\w.\[\]]*)(:| must |=)", str(error))  # as our own messages begin
             return bad_request(str(error), None if named is None else named[1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cb_engine.sampling_params import SamplingParams
@@ -33,13 +33,15 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
     structured: Mapping[str, Any] | None = None,
+    around_form: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
     **changes: Any,
 ) -> SamplingParams:
     """The settings of all samples of a request.
 
     Args:
         max_tokens, logprobs: in the engine's words, since each interface has its own.
-        structured: a form that the answer must have, beside the one that the request itself asks for.
+        structured: a form that the whole answer must have, beside the one that the request itself asks for.
+        around_form: makes of the latter one for the whole answer, reasoning included.
 
     Raises:
         APIError: more than the limits allow. ValueError, TypeError: a value is wrong.
@@ -49,7 +51,7 @@ def sampling_params(
     fields = {**defaults, **{name: value for name, value in given.items() if value is not None}, **changes}
     if request.logit_bias is not None:
         fields["logit_bias"] = {_token_id(key): value for key, value in request.logit_bias.items()}
-    form = _form_of(request, structured)
+    form = _form_of(request, structured, around_form)
     if form is not None:
         fields["structured"] = form
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **fields)
@@ -89,7 +91,11 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
-def _form_of(request: SamplingFields, structured: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def _form_of(
+    request: SamplingFields,
+    structured: Mapping[str, Any] | None,
+    around: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+) -> Mapping[str, Any] | None:
     """The one form that an answer must have, if there is one."""
     outputs = request.structured_outputs
     forms = {
@@ -100,7 +106,9 @@ def _form_of(request: SamplingFields, structured: Mapping[str, Any] | None) -> M
     given = {name: form for name, form in forms.items() if form is not None}
     if len(given) > 1:
         raise bad_request(f"{' and '.join(given)} exclude each other; give one of them", next(iter(given)))
-    return next(iter(given.values()), None)
+    if not given:
+        return None
+    return structured if structured is not None else around(next(iter(given.values())))
 
 
 def _form_of_response(response_format: ResponseFormat | None) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from cb_engine.serve.parsers.events import (
     collect,
 )
 from cb_engine.serve.parsers.formats import ReasoningFormat, ToolFormat, detect_reasoning_format, detect_tool_format
-from cb_engine.serve.parsers.grammar import structured_for_tools
+from cb_engine.serve.parsers.grammar import structured_after_reasoning, structured_for_tools
 from cb_engine.serve.parsers.response import ResponseParser, make_response_parser
 from cb_engine.serve.parsers.tools import Tool, validate_tools
 
@@ -34,6 +34,7 @@ __all__ = [
     "detect_reasoning_format",
     "detect_tool_format",
     "make_response_parser",
+    "structured_after_reasoning",
     "structured_for_tools",
     "validate_tools",
 ]

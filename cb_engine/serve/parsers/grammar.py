@@ -64,6 +64,42 @@ def structured_for_tools(
     return {"grammar": lark.text()}
 
 
+def structured_after_reasoning(
+    form: Mapping[str, Any],
+    reasoning: ReasoningFormat,
+    *,
+    starts_in_reasoning: bool = False,
+    special_tokens: Mapping[str, int] | None = None,
+) -> dict[str, str]:
+    """Return the constraint of an answer that may have reasoning before it, which stays free.
+
+    Args:
+        form: fields of the engine's structured output, for the answer alone.
+        starts_in_reasoning, special_tokens: see `structured_for_tools`.
+
+    Raises:
+        ValueError: the form is a grammar, which cannot be put into another one.
+    """
+    lark = _Lark(special_tokens or {})
+    lark.rule("answer", _answer(form))
+    lark.rule("start", _reasoning(lark, reasoning, starts_in_reasoning) + "answer")
+    return {"grammar": lark.text()}
+
+
+def _answer(form: Mapping[str, Any]) -> str:
+    match dict(form):
+        case {"json_object": True}:
+            return _json({"type": "object"})
+        case {"json_schema": schema}:
+            return _json(json.loads(schema) if isinstance(schema, str) else schema)
+        case {"choice": choices}:
+            return " | ".join(map(_quoted, choices))
+        case {"regex": regex}:
+            escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], regex, flags=re.DOTALL)
+            return f"/{escaped}/"
+    raise ValueError("structured_outputs: a grammar and reasoning do not go together; turn the reasoning off")
+
+
 def _chosen(tools: Sequence[Tool], tool_choice: str | Mapping[str, Any]) -> Sequence[Tool]:
     if not tools:
         raise ValueError(f"tool_choice: {tool_choice!r} needs tools, got none; give tools or leave tool_choice out")
