@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from cb_engine.api.manager import ContinuousBatchingManager
+from cb_engine.device import release_idle_workers
 from cb_engine.errors import EngineStoppedError
 from cb_engine.intake import RequestOptions
 from cb_engine.metrics import EngineStats
@@ -133,8 +134,12 @@ class AsyncEngine:
 
     async def start(self) -> None:
         """Warms up and starts the engine thread, off the event loop."""
-        await asyncio.to_thread(self.manager.warmup)
+        await asyncio.to_thread(self._warm_up)
         self.manager.start()
+
+    def _warm_up(self) -> None:
+        self.manager.warmup()
+        release_idle_workers()  # this thread's; the engine's own is another
 
     async def stop(self, *, hard_stop: bool = False) -> None:
         """Ends the engine thread once accepted work is done, or aborts that work; off the event loop."""

@@ -9,17 +9,19 @@ LOADING -> READY -> DRAINING -> STOPPED
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from cb_engine.api.async_engine import AsyncEngine
 from cb_engine.api.attach import attach
 from cb_engine.api.manager import ContinuousBatchingManager
 from cb_engine.config import EngineConfig
+from cb_engine.device import release_host_memory, release_idle_workers
 from cb_engine.errors import EngineError
 from cb_engine.hints import WorkloadHints
 from cb_engine.serve.errors import APIError
@@ -27,6 +29,8 @@ from cb_engine.serve.pause import Pause
 from cb_engine.serve.settings import ServeSettings
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _POLL = 0.05  # seconds between looks at a running engine
 
@@ -98,8 +102,8 @@ class EngineHost:
 
     async def _live(self, ready: Callable[[Any, Any], None]) -> None:
         try:
-            self._model, self._tokenizer = await asyncio.to_thread(self._load)
-            await asyncio.to_thread(attach, self._model, tokenizer=self._tokenizer)
+            self._model, self._tokenizer = await _in_thread(self._load)
+            await _in_thread(lambda: attach(self._model, tokenizer=self._tokenizer))
             self._engine = await self._make_engine()
             ready(self._model, self._tokenizer)
         except Exception as error:
@@ -127,7 +131,7 @@ class EngineHost:
         self.pause.end()
         logger.warning("the engine failed and is made anew; it may fail %d times more", self._restarts_left)
         try:
-            await asyncio.to_thread(self._engine.manager.destroy)  # its cache goes before the next one comes
+            await asyncio.to_thread(_discard, self._engine.manager)  # its memory goes before the next one comes
             self._engine = await self._make_engine()
         except Exception:
             logger.exception("the engine could not be made anew")
@@ -144,7 +148,7 @@ class EngineHost:
             )
             return manager
 
-        engine = AsyncEngine(await asyncio.to_thread(make))
+        engine = AsyncEngine(await _in_thread(make))
         await engine.start()
         return engine
 
@@ -197,6 +201,27 @@ class EngineHost:
         if seconds > self._settings.hang_timeout:
             return Health(State.READY, f"the engine has been busy with one step for {seconds:.0f} s")
         return Health(State.READY)
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """`work()` in a thread. The workers that its products of matrices have started must not stay with that thread:
+    the engine's own would be slower for them, see `release_idle_workers`."""
+
+    def run() -> T:
+        try:
+            return work()
+        finally:
+            release_idle_workers()
+
+    return await asyncio.to_thread(run)
+
+
+def _discard(manager: ContinuousBatchingManager) -> None:
+    """Gives all memory of a failed engine back. Its module tree, packed weights and all, is a cycle that nobody would
+    look for until much later, and what glibc keeps of it is in pieces that the next engine's tensors do not fit in."""
+    manager.destroy()
+    gc.collect()
+    release_host_memory()
 
 
 _REASONS = {
