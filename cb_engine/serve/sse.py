@@ -82,17 +82,17 @@ class EventStream(Response):
 
 
 async def _ends_connected(task: asyncio.Future[Any], receive: Receive) -> bool:
-    """Whether `task` is done before the client is gone; else it is cancelled."""
+    """Whether `task` has come to its end; it is cancelled if the client is gone before."""
     gone = asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.done()
     finally:
         for other in (task, gone):
             if not other.done():
                 other.cancel()
                 with suppress(asyncio.CancelledError):
                     await other
+    return not task.cancelled()  # one that was quicker than its cancellation has a result that somebody must close
 
 
 async def _gone(receive: Receive) -> None:

@@ -44,7 +44,8 @@ class TextWorkers:
             raise APIError(503, "too many texts are being worked on without end; try later", code="overloaded")
         future = asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
         try:
-            return await asyncio.wait_for(asyncio.shield(future), self._time_limit)
+            async with asyncio.timeout(self._time_limit):  # `wait_for` loses a cancellation that comes with the result
+                return await asyncio.shield(future)
         except TimeoutError:
             if not future.cancel():
                 self._abandon(future)
