@@ -20,7 +20,13 @@ Verdict = Literal["passed", "failed", "skipped"]
 _MAX_REASONS = 8
 # /health may lag behind the engine's own word by so much: time for a log line, and for the loop to look again.
 _LAG_S = 0.25
-_LOG_MARKS = ("internal error", "never retrieved", "Exception in ASGI", "was destroyed but it is pending")
+_LOG_MARKS = (
+    "internal error",
+    "never retrieved",
+    "Exception in ASGI",
+    "was destroyed but it is pending",
+    "are cut off",
+)
 
 
 @dataclass
