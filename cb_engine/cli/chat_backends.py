@@ -118,7 +118,7 @@ class ServerChat:
 
     def answer(self, messages: Sequence[Message], changes: Mapping[str, Any]) -> Generator[Piece, None, None]:
         """See `ChatBackend`."""
-        body = {"model": self.name, "messages": list(messages), "stream": True, **changes}
+        body = {"model": self.name, "messages": list(messages), "stream": True, **_as_http(changes)}
         with self._open("/chat/completions", _SILENCE_S, json.dumps(body).encode()) as response:
             try:
                 for event in _events(response):
@@ -195,3 +195,13 @@ def _pieces(event: Mapping[str, Any]) -> Iterator[Piece]:
             # The name comes once, the arguments in as many pieces as there are.
             name = f"\n{function['name']} " if function.get("name") else ""
             yield Piece(name + (function.get("arguments") or ""), "tool_call")
+
+
+def _as_http(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of SamplingParams under the names that servers have for them."""
+    body = dict(changes)
+    structured = body.pop("structured", None)
+    if structured is not None:
+        names = {"json_schema": "json"}
+        body["structured_outputs"] = {names.get(name, name): value for name, value in structured.items()}
+    return body

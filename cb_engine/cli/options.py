@@ -351,6 +351,16 @@ class SamplingOptions:
         ),
     ] = None
 
+    structured: Annotated[
+        str | None,
+        typer.Option(
+            "--structured",
+            metavar="JSON",
+            help='What the text must be: \'{"json_schema": {...}}\', \'{"regex": "..."}\', \'{"choice": [...]}\', '
+            '\'{"grammar": "..."}\' or \'{"json_object": true}\'.',
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None
     skip_special_tokens: Annotated[
         bool | None,
         typer.Option(
@@ -369,7 +379,8 @@ class SamplingOptions:
         given: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("stop_token_ids", "allowed_token_ids"):
             given[name] = _token_ids(name, given[name])
-        given["logit_bias"] = _json_object("logit_bias", given["logit_bias"])
+        given["logit_bias"] = _bias(given["logit_bias"])
+        given["structured"] = _json_object("structured", given["structured"], 'like {"regex": "[0-9]+"}')
         given["ignore_eos"] = self.ignore_eos or None
         return checked_changes({name: value for name, value in given.items() if value is not None})
 
@@ -469,18 +480,24 @@ def _token_ids(name: str, text: str | None) -> tuple[int, ...] | None:
         ) from None
 
 
-def _json_object(name: str, text: str | None) -> dict[int, Any] | None:
+def _bias(text: str | None) -> dict[int, Any] | None:
+    given = _json_object("logit_bias", text, 'of token ids and numbers like {"42": -5}')
+    if given is None:
+        return None
+    with naming_options(["logit_bias"]):
+        return _numbered("logit_bias", given)
+
+
+def _json_object(name: str, text: str | None, example: str) -> dict[str, Any] | None:
     if text is None:
         return None
-    option = "--" + name.replace("_", "-")
     try:
         given = json.loads(text)
     except json.JSONDecodeError:
         given = None
     if not isinstance(given, dict):
-        raise OptionError(f'{option} must be a JSON object of token ids and numbers like {{"42": -5}}, got {text!r}')
-    with naming_options([name]):
-        return _numbered(name, given)
+        raise OptionError(f"--{name.replace('_', '-')} must be a JSON object {example}, got {text!r}")
+    return given
 
 
 def _numbered(name: str, given: Mapping[Any, Any]) -> dict[int, Any]:

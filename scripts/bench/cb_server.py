@@ -34,7 +34,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", default="auto", help="of the weights (default: %(default)s)")
     add("--num-blocks", type=int, metavar="N", help="KV blocks of the pool (default: by free memory)")
     add("--shutdown-timeout", type=float, default=30.0, help="seconds for what runs at the end (default: %(default)s)")
-    add("--log-level", default="warning", help="of the server (default: %(default)s)")
     add("--events", type=Path, metavar="FILE", help="let SIGUSR1 fail the engine, and tell FILE of it")
     add("--slow-restart", type=float, default=0.0, metavar="S", help="seconds more that a failed engine stays away")
     return parser
@@ -94,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = EngineConfig(num_blocks=args.num_blocks)
     settings = ServeSettings(model_name=args.model, shutdown_timeout=args.shutdown_timeout)
     app = build_app(lambda: load_model(args.model, dtype=args.dtype), settings, config=config)
-    return run_server(app, host="127.0.0.1", port=args.port, log_level=args.log_level)
+    return run_server(app, host="127.0.0.1", port=args.port)
 
 
 if __name__ == "__main__":

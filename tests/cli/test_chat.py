@@ -357,6 +357,12 @@ class TestServer:
         }
         assert server.requests[1][2] is None
 
+    def test_a_form_goes_by_the_servers_names(self, server: FakeServer, command: Command) -> None:
+        server.say({"content": "{}"})
+        form = '{"json_schema": {"type": "object"}, "compact": true}'
+        command("chat", "--base-url", server.url, "--prompt", "x", "--structured", form)
+        assert server.requests[1][1]["structured_outputs"] == {"json": {"type": "object"}, "compact": True}
+
     @pytest.mark.parametrize("form", ["argument", "option"])
     def test_the_model_and_the_key_are_sent(self, form: str, server: FakeServer, command: Command) -> None:
         server.say({"content": "yes"})

@@ -146,7 +146,8 @@ def test_sampling_options_become_fields() -> None:
         *["--max-new-tokens", "9", "--min-tokens", "2", "-t", "0.5", "--top-p", "0.9", "--top-k", "5"],
         *["--min-p", "0.1", "--repetition-penalty", "1.1", "--presence-penalty", "0.2", "--frequency-penalty", "0.3"],
         *["--stop", "a b", "--stop", "c", "--stop-token-ids", "4,5", "--ignore-eos", "--bad-words", "x"],
-        *["--allowed-token-ids", "7 8", "--logit-bias", '{"3": -1.5}'],
+        *["--allowed-token-ids", "7 8", "--logit-bias", '{"3": -1.5}', "--keep-special-tokens"],
+        *["--structured", '{"regex": "a+"}'],
     )
     assert isinstance(options, SamplingOptions)
     assert options.changes() == {
@@ -165,6 +166,8 @@ def test_sampling_options_become_fields() -> None:
         "bad_words": ["x"],
         "allowed_token_ids": (7, 8),
         "logit_bias": {3: -1.5},
+        "structured": {"regex": "a+"},
+        "skip_special_tokens": False,
     }
 
 
@@ -212,9 +215,11 @@ def test_wrong_engine_values_name_the_option(options: EngineOptions, message: st
         (SamplingOptions(allowed_token_ids=""), "--allowed-token-ids must not be empty"),
         (SamplingOptions(logit_bias="[1]"), "--logit-bias must be a JSON object"),
         (SamplingOptions(logit_bias='{"a": 1}'), "--logit-bias must have token ids for keys"),
+        (SamplingOptions(structured="a+"), "--structured must be a JSON object"),
+        (SamplingOptions(structured='{"regex": "a", "choice": ["b"]}'), "--structured must have exactly one of"),
         (SamplingOptions(stop=[""]), "--stop must not hold an empty string"),
     ],
-    ids=["top_p", "min_tokens", "stop_ids", "allowed", "bias", "bias_key", "stop"],
+    ids=["top_p", "min_tokens", "stop_ids", "allowed", "bias", "bias_key", "form", "forms", "stop"],
 )
 def test_wrong_sampling_values_name_the_option(options: SamplingOptions, message: str) -> None:
     with pytest.raises(OptionError) as caught:

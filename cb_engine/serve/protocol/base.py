@@ -73,6 +73,7 @@ class StructuredOutputs(StrictModel):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    compact: bool | None = None  # of JSON: no whitespace between its parts
 
     def fields(self) -> dict[str, Any]:
         """In the words of the engine's `StructuredOutput`."""
@@ -82,6 +83,7 @@ class StructuredOutputs(StrictModel):
             "regex": self.regex,
             "choice": self.choice,
             "grammar": self.grammar,
+            "compact": self.compact,
         }
         return {name: value for name, value in given.items() if value is not None}
 
