@@ -23,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cb_engine.serve.context import ServerContext
 from cb_engine.serve.errors import APIError
+from cb_engine.serve.host import State
 from cb_engine.serve.settings import ServeSettings
 from cb_engine.serve.sse import to_json
 
@@ -78,6 +79,9 @@ class Server(uvicorn.Server):
         self._ending = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:
+        if self._context.host.state in (State.LOADING, State.RESTARTING):
+            logger.info("ending before the engine is there")
+            os._exit(0)  # nothing is under way, and the thread that loads cannot be ended
         self._context.host.begin_drain()
         deadline = asyncio.get_running_loop().time() + self._context.settings.shutdown_timeout
         while self._context.under_way and asyncio.get_running_loop().time() < deadline:

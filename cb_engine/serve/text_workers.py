@@ -42,12 +42,13 @@ class TextWorkers:
         """
         if self._num_stuck >= _MAX_STUCK:
             raise APIError(503, "too many texts are being worked on without end; try later", code="overloaded")
-        future = asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+        job = self._pool.submit(work, *args)
+        future = asyncio.wrap_future(job)
         try:
             async with asyncio.timeout(self._time_limit):  # `wait_for` loses a cancellation that comes with the result
                 return await asyncio.shield(future)
         except TimeoutError:
-            if not future.cancel():
+            if not job.cancel():  # it has begun
                 self._abandon(future)
             raise APIError(
                 400, f"the request's text took more than {self._time_limit:g} s to prepare; make it simpler"

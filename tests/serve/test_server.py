@@ -33,6 +33,7 @@ def slowly(positions, logits):
 def load():
     if {fails!r}:
         raise OSError("there is no such model")
+    time.sleep({load_s})
     model = says("x" * 450)
     model.hook.append(slowly)
     return model, tokenizer()
@@ -52,9 +53,11 @@ sys.exit(module.run_server(app, host="127.0.0.1", port=0))
 
 
 @contextmanager
-def process(timeout: float = 20.0, fails: bool = False) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def process(
+    timeout: float = 20.0, fails: bool = False, load_s: float = 0.0
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A running server and its address."""
-    text = PROGRAM.format(tests=str(HERE), root=str(HERE.parent), timeout=timeout, fails=fails)
+    text = PROGRAM.format(tests=str(HERE), root=str(HERE.parent), timeout=timeout, fails=fails, load_s=load_s)
     with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as made:
         try:
             assert made.stdout is not None
@@ -127,6 +130,13 @@ def test_a_second_signal_ends_it_at_once():
                 assert time.monotonic() < deadline
             server.send_signal(signal.SIGTERM)
             assert server.wait(5) == 1
+
+
+def test_a_server_that_is_told_to_end_while_it_loads_ends():
+    with process(load_s=60.0) as (server, url):
+        assert httpx.get(f"{url}/health").json()["state"] == "loading"
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(10) == 0
 
 
 def test_a_server_without_a_model_ends_with_an_error():
