@@ -15,8 +15,9 @@ from cb_engine.outputs import GenerationOutput
 from cb_engine.request import Request
 from cb_engine.sampling_params import SamplingParams
 from cb_engine.serve.chat_template import Conversation
+from cb_engine.serve.chunks import stream_chunks
 from cb_engine.serve.context import LoadedModel, ServerContext
-from cb_engine.serve.errors import as_api_error, bad_request
+from cb_engine.serve.errors import bad_request
 from cb_engine.serve.generation import Generation, Sample
 from cb_engine.serve.parsers import (
     Content,
@@ -35,7 +36,7 @@ from cb_engine.serve.parsers import (
 from cb_engine.serve.protocol.chat import ChatRequest
 from cb_engine.serve.reasoning_tokens import ReasoningTokens
 from cb_engine.serve.sampling import check_num_samples, sampling_params
-from cb_engine.serve.sse import DONE, event
+from cb_engine.serve.sse import event
 from cb_engine.serve.token_texts import chat_logprobs, prompt_logprobs
 
 
@@ -168,6 +169,7 @@ class ChatAnswer:
         self._parsers = [dialogue.parser(self._model) for _ in range(request.num_samples)]
         self._reasoning_tokens = [dialogue.reasoning_tokens(self._model) for _ in range(request.num_samples)]
         self._has_called = [False] * request.num_samples
+        self._started = set[int]()  # choices that a chunk has gone out of
 
     # ---- whole -------------------------------------------------------------------------------------------------
 
@@ -200,37 +202,26 @@ class ChatAnswer:
 
     # ---- streamed ----------------------------------------------------------------------------------------------
 
-    async def chunks(self, generation: Generation, first: Sequence[Sample]) -> AsyncGenerator[bytes, None]:
-        """The events of a stream.
+    def chunks(self, generation: Generation, first: Sequence[Sample]) -> AsyncGenerator[bytes, None]:
+        """The events of a stream; see `stream_chunks`."""
+        return stream_chunks(
+            generation,
+            first,
+            lambda sample: self._chunk_of(sample, generation),
+            usage_chunk=(lambda: self._chunk([])) if self._request.includes_usage else None,
+            retry_after=self._retry_after,
+        )
 
-        Args:
-            first: the first batch, which was waited for before the answer's status was certain.
-        """
-        started = set[int]()
-        try:
-            for sample in first:
-                yield self._chunk_of(sample, started, generation)
-            async for batch in generation.batches():
-                for sample in batch:
-                    yield self._chunk_of(sample, started, generation)
-        except Exception as error:
-            yield event(as_api_error(error, retry_after=self._retry_after).body())
-            yield DONE
-            return
-        if self._request.includes_usage:
-            yield event(self._chunk([]) | {"usage": generation.usage.as_openai()})
-        yield DONE
-
-    def _chunk_of(self, sample: Sample, started: set[int], generation: Generation) -> bytes:
+    def _chunk_of(self, sample: Sample, generation: Generation) -> bytes:
         deltas = [self._delta(piece) for piece in self._read(sample, generation)]
-        if sample.choice not in started:
+        if sample.choice not in self._started:
             deltas = [{"role": "assistant", "content": ""}, *deltas]
         first = self._chunk([])
-        if sample.choice not in started and self._request.return_token_ids:
+        if sample.choice not in self._started and self._request.return_token_ids:
             first["prompt_token_ids"] = sample.output.prompt_ids
-        if sample.choice not in started and self._request.prompt_logprobs is not None:
+        if sample.choice not in self._started and self._request.prompt_logprobs is not None:
             first["prompt_logprobs"] = prompt_logprobs(self._model.texts, sample.output)
-        started.add(sample.choice)
+        self._started.add(sample.choice)
         delta = _merged(deltas)
         rest = delta[1:]
         finish = self._finish_reason(sample) if sample.output.is_finished() else None

@@ -10,12 +10,13 @@ from cb_engine.api.async_engine import AsyncEngine
 from cb_engine.outputs import GenerationOutput
 from cb_engine.request import Request
 from cb_engine.sampling_params import SamplingParams
+from cb_engine.serve.chunks import stream_chunks
 from cb_engine.serve.context import ServerContext
-from cb_engine.serve.errors import as_api_error, bad_request
+from cb_engine.serve.errors import bad_request
 from cb_engine.serve.generation import Generation, Sample
 from cb_engine.serve.protocol.completions import CompletionRequest
 from cb_engine.serve.sampling import check_num_samples, sampling_params
-from cb_engine.serve.sse import DONE, event
+from cb_engine.serve.sse import event
 from cb_engine.serve.token_texts import CompletionLogprobs, join_tables, prompt_logprobs
 
 _DEFAULT_MAX_TOKENS = 16  # as in OpenAI's interface
@@ -69,25 +70,15 @@ class CompletionAnswer:
         choices = [self._choice(Sample(i, output)) for i, output in enumerate(outputs)]
         return self._head() | {"choices": choices, "usage": generation.usage.as_openai()}
 
-    async def chunks(self, generation: Generation, first: Sequence[Sample]) -> AsyncGenerator[bytes, None]:
-        """The events of a stream.
-
-        Args:
-            first: the first batch, which was waited for before the answer's status was certain.
-        """
-        try:
-            for sample in first:
-                yield event(self._chunk([self._choice(sample)]))
-            async for batch in generation.batches():
-                for sample in batch:
-                    yield event(self._chunk([self._choice(sample)]))
-        except Exception as error:
-            yield event(as_api_error(error, retry_after=self._retry_after).body())
-            yield DONE
-            return
-        if self._request.includes_usage:
-            yield event(self._chunk([]) | {"usage": generation.usage.as_openai()})
-        yield DONE
+    def chunks(self, generation: Generation, first: Sequence[Sample]) -> AsyncGenerator[bytes, None]:
+        """The events of a stream; see `stream_chunks`."""
+        return stream_chunks(
+            generation,
+            first,
+            lambda sample: event(self._chunk([self._choice(sample)])),
+            usage_chunk=(lambda: self._chunk([])) if self._request.includes_usage else None,
+            retry_after=self._retry_after,
+        )
 
     def _head(self) -> dict[str, Any]:
         return {"id": self._id, "object": "text_completion", "created": self._created, "model": self._model_name}
