@@ -6,11 +6,10 @@ The first fields are those of transformers' `GenerationOutput`, in its order and
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Literal, TypeVar
-
-T = TypeVar("T")
+from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -86,20 +85,20 @@ class GenerationOutput:
         return self.status >= RequestStatus.FINISHED
 
 
-def join_deltas(first: GenerationOutput, second: GenerationOutput) -> GenerationOutput:
-    """One output in place of two deltas of the same request, of which `second` follows `first` at once."""
+def join_deltas(deltas: Sequence[GenerationOutput]) -> GenerationOutput:
+    """One output in place of several deltas of the same request, which follow each other at once."""
+    first, last = deltas[0], deltas[-1]
+    if first is last:
+        return last
+    texts = [delta.text for delta in deltas if delta.text is not None]
     return replace(
-        second,
+        last,
         prompt_ids=first.prompt_ids,
         prompt_logprobs=first.prompt_logprobs,
-        text=None if first.text is None and second.text is None else (first.text or "") + (second.text or ""),
-        generated_tokens=first.generated_tokens + second.generated_tokens,
-        logprobs=first.logprobs + second.logprobs,
-        timestamps=_both(first.timestamps, second.timestamps),
-        top_logprobs=_both(first.top_logprobs, second.top_logprobs),
-        weight_version=first.weight_version + second.weight_version,
+        text="".join(texts) if texts else None,
+        generated_tokens=[token for delta in deltas for token in delta.generated_tokens],
+        logprobs=[value for delta in deltas for value in delta.logprobs],
+        timestamps=None if last.timestamps is None else [t for delta in deltas for t in delta.timestamps or ()],
+        top_logprobs=None if last.top_logprobs is None else [t for delta in deltas for t in delta.top_logprobs or ()],
+        weight_version=[version for delta in deltas for version in delta.weight_version],
     )
-
-
-def _both(first: list[T] | None, second: list[T] | None) -> list[T] | None:
-    return None if first is None or second is None else first + second

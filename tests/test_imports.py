@@ -17,7 +17,9 @@ ROOT = Path(cb_engine.__file__).parent
 
 # Top to bottom: a part may import from its own line and from those below.
 LAYERS = (
-    {"__init__", "__main__", "api", "cli", "serve", "rl"},
+    {"__init__", "__main__", "cli"},
+    {"serve", "rl"},
+    {"api"},
     {"engine", "intake", "output_processor", "speculator"},
     {"scheduler", "runner", "metrics"},
     {"kv_cache", "sampling", "speculative", "attention"},

@@ -252,7 +252,7 @@ def test_drafts_change_nothing(
         eos_token_id=EOS,
     )
     if config == "static":
-        engine._runner.executor.freeze = lambda: None  # warming all shapes is not what this is about
+        engine.warmup()
     outputs = run(engine, mixed_requests())
     check_equal(outputs, plain)
     assert sum(o.num_accepted_tokens for o in outputs) > 60
@@ -429,7 +429,7 @@ def test_a_contradiction_ends_its_request_alone(fields: dict[str, Any], static: 
     config: dict[str, Any] = {"fake_static_device": True, "max_num_seqs": 4, "max_model_len": 64} if static else {}
     engine = make_engine(**config)
     if static:
-        engine._runner.executor.freeze = lambda: None
+        engine.warmup()
     good = SamplingParams(temperature=1.0, seed=1, max_tokens=20, structured={"regex": "[ab]{3}"})
     bad = SamplingParams(temperature=1.0, max_tokens=20, structured={"regex": "x[ab]{3}"}, **fields)
     if "allowed_token_ids" in fields:

@@ -109,7 +109,7 @@ for _ in range(5000):
         ({"choice": ["a", ""]}, ValueError, "choice must not be empty, got ''"),
         ({"choice": [str(i) + "x" * 1000 for i in range(200)]}, ValueError, "choice has 200490 characters"),
         ({"grammar": b"start"}, TypeError, "grammar must be a string"),
-        ({"grammar": "x" * 16385}, ValueError, "grammar has 16385 characters"),
+        ({"grammar": "x" * 65537}, ValueError, "grammar has 65537 characters"),
         ({"regex": "a", "compact": True}, ValueError, "compact is about JSON and has no meaning for a regex"),
         ({"json_object": True, "compact": None}, TypeError, "compact must be True or False, got None"),
     ],

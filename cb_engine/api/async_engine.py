@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from cb_engine.api.manager import ContinuousBatchingManager
 from cb_engine.device import release_idle_workers
@@ -55,7 +55,7 @@ class _Bridge:
     """Carries outputs from the engine thread into one event loop, with one wake-up for all that come together."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self._loop = weakref.ref(loop)  # the engine keeps a bridge for as long as its loop lives
         self._pending: deque[tuple[_Receiver, GenerationOutput]] = deque()
         self._is_woken = False
 
@@ -65,10 +65,15 @@ class _Bridge:
         if self._is_woken:
             return
         self._is_woken = True
+        loop = self._loop()
         try:
-            self._loop.call_soon_threadsafe(self._hand_out)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+            if loop is None:
+                raise RuntimeError("the loop is gone")
+            loop.call_soon_threadsafe(self._hand_out)
+        except RuntimeError:  # or closed: nobody waits any more
             logger.debug("the event loop of request %s is closed", output.request_id)
+            self._is_woken = False
+            self._pending.clear()
 
     def _hand_out(self) -> None:
         self._is_woken = False  # before the queue is read: what comes from here on wakes the loop again
@@ -123,7 +128,7 @@ class AsyncEngine:
 
     def __init__(self, manager: ContinuousBatchingManager) -> None:
         self.manager = manager
-        self._bridges: WeakKeyDictionary[asyncio.AbstractEventLoop, _Bridge] = WeakKeyDictionary()
+        self._bridges: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Bridge] = weakref.WeakKeyDictionary()
 
     async def __aenter__(self) -> AsyncEngine:
         await self.start()
@@ -191,7 +196,7 @@ class AsyncEngine:
         try:
             await asyncio.shield(submitting)
         except asyncio.CancelledError:  # the thread goes on: what it still submits is nobody's
-            submitting.add_done_callback(lambda _: stream.close())
+            submitting.add_done_callback(lambda done: _end_unwanted(done, stream))
             raise
         return stream
 
@@ -218,3 +223,8 @@ class AsyncEngine:
             raise self.manager.failure
         if not self.manager.is_running():
             raise EngineStoppedError("the engine thread does not run; call start()")
+
+
+def _end_unwanted(submitting: asyncio.Future[None], stream: OutputStream) -> None:
+    if not submitting.cancelled() and submitting.exception() is None:
+        stream.close()

@@ -157,12 +157,15 @@ class EngineThread:
 
         with self._state:
             self._raise_failure()
-            if not self._running or (self._parked and threading.current_thread() in self._pausers):
-                return action()  # nobody else touches the engine now, and nobody can while the lock is held
-            self._calls = [call for call in self._calls if not call.done()] + [future]
-            self._engine.submit(Call(run))
-            self._state.notify_all()
-        return future.result()
+            holds_it = self._parked and threading.current_thread() in self._pausers
+            if not holds_it:
+                if not self._running:
+                    return action()  # nobody else touches the engine now, and nobody can while the lock is held
+                self._calls = [call for call in self._calls if not call.done()] + [future]
+                self._engine.submit(Call(run))
+                self._state.notify_all()
+        # Whoever holds a pause needs no lock: the engine stands still until the pause ends, and others may submit.
+        return action() if holds_it else future.result()
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -65,7 +65,7 @@ def find_script(script: str) -> Path | None:
     """Where a script is: in the repository that this package is in, or in the one that is the working directory."""
     for root in (_REPOSITORY, Path.cwd()):
         path = root / "scripts" / script
-        if path.is_file():
+        if path.is_file() and (root / "cb_engine" / "__init__.py").is_file():  # not just any folder of scripts
             return path
     return None
 

@@ -200,6 +200,15 @@ class LimitOptions:
         float,
         typer.Option("--body-timeout", metavar="SECONDS", help="For a client to send.", rich_help_panel=LIMITS),
     ] = 60.0
+    send_timeout: Annotated[
+        float,
+        typer.Option(
+            "--send-timeout",
+            metavar="SECONDS",
+            help="For a client to take a piece of its stream; one that does not is taken to be gone.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 60.0
     max_samples: Annotated[
         int, typer.Option("--max-samples", help="Answers to one request.", rich_help_panel=LIMITS)
     ] = 128
@@ -217,7 +226,7 @@ class LimitOptions:
     ] = 128
     max_tools: Annotated[int, typer.Option("--max-tools", help="Tools of a request.", rich_help_panel=LIMITS)] = 128
     max_body_bytes: Annotated[int, typer.Option("--max-body-bytes", help="Size of a body.", rich_help_panel=LIMITS)] = (
-        32 << 20
+        8 << 20
     )
     max_header_bytes: Annotated[
         int, typer.Option("--max-header-bytes", help="Size of all headers together.", rich_help_panel=LIMITS)
@@ -369,6 +378,7 @@ def _settings(
             shutdown_timeout=server.shutdown_timeout,
             text_timeout=limits.text_timeout,
             body_timeout=limits.body_timeout,
+            send_timeout=limits.send_timeout,
             hang_timeout=server.hang_timeout,
             engine_restarts=server.engine_restarts,
             chat_template=answers.template(),

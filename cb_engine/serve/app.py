@@ -58,6 +58,7 @@ def build_app(
         summary="An OpenAI-compatible server.",
         version=cb_engine.__version__,
         lifespan=life,
+        redirect_slashes=False,
         docs_url=None,  # their pages load scripts from elsewhere
         redoc_url=None,
     )
@@ -73,7 +74,7 @@ def build_app(
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            allow_headers=["*"],  # clients have headers of their own
             expose_headers=["x-request-id", "retry-after"],
         )
     return app

@@ -15,6 +15,7 @@ from cb_engine.serve.text_workers import TextWorkers
 
 M = TypeVar("M", bound=BaseModel)
 
+_ALTERNATIVES = frozenset({"str", "int", "float", "bool", "text", "texts", "ids"})
 _SMALL = 64 << 10  # bytes that are parsed in less time than a thread takes to start on them
 
 
@@ -72,4 +73,4 @@ def _explain(errors: list[ErrorDetails]) -> APIError:
 
 def _is_alternative(part: int | str) -> bool:
     """Whether a part of an error's place is pydantic's name for one alternative of a union, and no field."""
-    return isinstance(part, str) and ("[" in part or part in ("str", "int", "float", "bool") or part[:1].isupper())
+    return (isinstance(part, str) and not part.isidentifier()) or part in _ALTERNATIVES or str(part)[:1].isupper()

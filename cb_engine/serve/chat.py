@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cb_engine.api.async_engine import AsyncEngine
 from cb_engine.outputs import GenerationOutput
 from cb_engine.request import Request
 from cb_engine.sampling_params import SamplingParams
-from cb_engine.serve.chat_template import Conversation
 from cb_engine.serve.chunks import stream_chunks
 from cb_engine.serve.context import LoadedModel, ServerContext
-from cb_engine.serve.errors import bad_request
-from cb_engine.serve.generation import Generation, Sample
+from cb_engine.serve.conversation import conversation_of
+from cb_engine.serve.generation import Generation, Sample, Usage
 from cb_engine.serve.parsers import (
     Content,
     Event,
@@ -69,48 +68,24 @@ def prepare_dialogue(request: ChatRequest, context: ServerContext) -> Dialogue:
     Raises:
         APIError, ValueError, TypeError: something is wrong with the request.
     """
-    model, limits = context.loaded, context.settings.limits
-    if len(request.tools or ()) > limits.max_tools:
-        raise bad_request(f"tools: {len(request.tools or ())} are more than the limit of {limits.max_tools}", "tools")
-    if request.chat_template is not None and not context.settings.trust_request_chat_template:
-        raise bad_request("chat_template: this server takes no templates from requests", "chat_template")
-    definitions = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
-    tools = validate_tools(definitions)
+    model = context.loaded
+    conversation = conversation_of(request, context)
+    tools = validate_tools([tool.model_dump(exclude_none=True) for tool in request.tools or ()])
     told = request.tool_choice != "none"
-    token_ids = model.template.render(
-        Conversation(
-            messages=request.messages,
-            tools=definitions if told else (),
-            template=request.chat_template,
-            variables=_variables(request),
-            add_generation_prompt=_adds_generation_prompt(request),
-            continue_final_message=bool(request.continue_final_message),
-        )
-    )
+    if not told:
+        conversation = replace(conversation, tools=())
+    token_ids = model.template.render(conversation)
     in_reasoning = model.reasoning is not None and model.reasoning.is_open_in(_end_of(model, token_ids))
     params = sampling_params(
         request,
         defaults={**model.defaults, **_visible_markers(model, bool(tools) and told)},
-        limits=limits,
+        limits=context.settings.limits,
         max_tokens=request.token_limit,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         structured=_enforced(request, tools, model, in_reasoning),
         around_form=_free_reasoning(model, in_reasoning),
     )
     return Dialogue(token_ids, params, tools if told else (), in_reasoning)
-
-
-def _variables(request: ChatRequest) -> dict[str, Any]:
-    variables = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        variables["reasoning_effort"] = request.reasoning_effort
-    return variables
-
-
-def _adds_generation_prompt(request: ChatRequest) -> bool:
-    if request.add_generation_prompt is not None:
-        return request.add_generation_prompt
-    return not request.continue_final_message
 
 
 def _end_of(model: LoadedModel, token_ids: Sequence[int]) -> str:
@@ -173,19 +148,18 @@ class ChatAnswer:
 
     # ---- whole -------------------------------------------------------------------------------------------------
 
-    async def whole(self, generation: Generation) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[GenerationOutput], usage: Usage) -> dict[str, Any]:
         """The answer to a request that does not stream."""
-        outputs = await generation.all()
-        choices = [self._choice(Sample(i, output), generation) for i, output in enumerate(outputs)]
-        answer = self._head("chat.completion") | {"choices": choices, "usage": generation.usage.as_openai()}
+        choices = [self._choice(Sample(i, output), usage) for i, output in enumerate(outputs)]
+        answer = self._head("chat.completion") | {"choices": choices, "usage": usage.as_openai()}
         if self._request.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(self._model.texts, outputs[0])
         if self._request.return_token_ids:
             answer["prompt_token_ids"] = outputs[0].prompt_ids
         return answer
 
-    def _choice(self, sample: Sample, generation: Generation) -> dict[str, Any]:
-        events = self._read(sample, generation)
+    def _choice(self, sample: Sample, usage: Usage) -> dict[str, Any]:
+        events = self._read(sample, usage)
         parsed = collect(events)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
         if not parsed.tool_calls:
@@ -207,13 +181,13 @@ class ChatAnswer:
         return stream_chunks(
             generation,
             first,
-            lambda sample: self._chunk_of(sample, generation),
+            lambda sample: self._chunk_of(sample, generation.usage),
             usage_chunk=(lambda: self._chunk([])) if self._request.includes_usage else None,
             retry_after=self._retry_after,
         )
 
-    def _chunk_of(self, sample: Sample, generation: Generation) -> bytes:
-        deltas = [self._delta(piece) for piece in self._read(sample, generation)]
+    def _chunk_of(self, sample: Sample, usage: Usage) -> bytes:
+        deltas = [self._delta(piece) for piece in self._read(sample, usage)]
         if sample.choice not in self._started:
             deltas = [{"role": "assistant", "content": ""}, *deltas]
         first = self._chunk([])
@@ -260,10 +234,10 @@ class ChatAnswer:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model_name}
 
-    def _read(self, sample: Sample, generation: Generation) -> list[Event]:
+    def _read(self, sample: Sample, usage: Usage) -> list[Event]:
         """The events of a sample's new text."""
         count = self._reasoning_tokens[sample.choice].add(sample.output.generated_tokens)
-        generation.usage.reasoning_tokens += count
+        usage.reasoning_tokens += count
         parser = self._parsers[sample.choice]
         events = parser.feed(sample.output.text or "")
         if sample.output.is_finished():
@@ -296,14 +270,27 @@ class ChatAnswer:
 
 
 def _merged(deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Fewer deltas: the role goes along with whatever is first, and what is empty goes."""
-    merged: list[dict[str, Any]] = []
-    for delta in deltas:
-        if merged and "role" in merged[-1] and len(merged) == 1:
-            merged[-1] = merged[-1] | delta
-        elif delta:
-            merged.append(delta)
-    return merged
+    """Fewer deltas: the role goes along with the first piece, and what is empty goes."""
+    pieces = [delta for delta in deltas if delta]
+    if len(pieces) > 1 and "role" in pieces[0]:
+        return [pieces[0] | pieces[1], *pieces[2:]]
+    return pieces
+
+
+async def prepare_turn(
+    request: ChatRequest, engine: AsyncEngine, context: ServerContext, answer_id: str
+) -> tuple[Dialogue, list[list[Request]]]:
+    """Renders a conversation and makes the engine's requests of it.
+
+    Raises:
+        APIError, ValueError, TypeError: something is wrong with the request.
+    """
+    check_num_samples(request.num_samples, context.settings.limits)
+    dialogue = await context.workers.run(prepare_dialogue, request, context)
+    groups = await context.prepare(
+        engine, [dialogue.token_ids], dialogue.params, answer_id, streaming=bool(request.stream)
+    )
+    return dialogue, groups
 
 
 async def prepare_chat(
@@ -314,10 +301,5 @@ async def prepare_chat(
     Raises:
         APIError, ValueError, TypeError: something is wrong with the request.
     """
-    context.check_model(request.model)
-    check_num_samples(request.num_samples, context.settings.limits)
-    dialogue = await context.workers.run(prepare_dialogue, request, context)
-    groups = await context.prepare(
-        engine, [dialogue.token_ids], dialogue.params, answer_id, streaming=bool(request.stream)
-    )
+    dialogue, groups = await prepare_turn(request, engine, context, answer_id)
     return ChatAnswer(request, dialogue, context, answer_id), groups

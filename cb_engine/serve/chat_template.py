@@ -29,6 +29,12 @@ _RESERVED = frozenset(
 )
 
 
+# What a template can meet in messages that its author did not think of.
+_TEMPLATE_FAULTS = (
+    *(jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError),
+)
+
+
 @dataclass(frozen=True)
 class Conversation:
     """What a template is to render."""
@@ -37,6 +43,7 @@ class Conversation:
     tools: Sequence[Mapping[str, Any]] = ()
     template: str | None = None  # a request's own
     variables: Mapping[str, Any] = field(default_factory=dict)
+    reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -74,6 +81,11 @@ class ChatTemplate:
             raise bad_request("this model has no chat template; use /v1/completions, or start with --chat-template")
         known = _variables_of(template) if conversation.template else self._known
         self._check_variables(conversation.variables, known)
+        variables = {**self._variables, **conversation.variables}
+        if conversation.reasoning_effort is not None:
+            if "reasoning_effort" not in known:
+                raise bad_request("reasoning_effort: the chat template of this model knows none", "reasoning_effort")
+            variables["reasoning_effort"] = conversation.reasoning_effort
         messages = _as_dicts(conversation.messages)
         tools = list(conversation.tools) or None
         if tools is not None and "tools" not in known:
@@ -88,9 +100,9 @@ class ChatTemplate:
                 tokenize=True,
                 return_dict=True,
                 **self._sanitizes,
-                **{**self._variables, **conversation.variables},
+                **variables,
             )
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+        except _TEMPLATE_FAULTS as error:
             # What a template says by `raise_exception` is meant for whoever wrote the messages.
             reason = str(error) if isinstance(error, jinja2.TemplateError) else type(error).__name__
             raise bad_request(f"the chat template refuses these messages: {reason}", "messages") from error
@@ -172,7 +184,7 @@ def _text_of(content: str | list[TextPart] | None) -> str:
 def _arguments(index: int, text: str) -> dict[str, Any]:
     try:
         arguments = json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise bad_request(f"messages[{index}].tool_calls: arguments must be the JSON text of an object", "messages")

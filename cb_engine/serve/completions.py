@@ -13,7 +13,7 @@ from cb_engine.sampling_params import SamplingParams
 from cb_engine.serve.chunks import stream_chunks
 from cb_engine.serve.context import ServerContext
 from cb_engine.serve.errors import bad_request
-from cb_engine.serve.generation import Generation, Sample
+from cb_engine.serve.generation import Generation, Sample, Usage
 from cb_engine.serve.protocol.completions import CompletionRequest
 from cb_engine.serve.sampling import check_num_samples, sampling_params
 from cb_engine.serve.sse import event
@@ -64,11 +64,10 @@ class CompletionAnswer:
         ]
         self._started = set[int]()
 
-    async def whole(self, generation: Generation) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[GenerationOutput], usage: Usage) -> dict[str, Any]:
         """The answer to a request that does not stream."""
-        outputs = await generation.all()
         choices = [self._choice(Sample(i, output)) for i, output in enumerate(outputs)]
-        return self._head() | {"choices": choices, "usage": generation.usage.as_openai()}
+        return self._head() | {"choices": choices, "usage": usage.as_openai()}
 
     def chunks(self, generation: Generation, first: Sequence[Sample]) -> AsyncGenerator[bytes, None]:
         """The events of a stream; see `stream_chunks`."""
@@ -131,7 +130,6 @@ async def prepare_completion(
     Raises:
         APIError, ValueError, TypeError: something is wrong with the request.
     """
-    context.check_model(request.model)
     if not request.prompts:
         raise bad_request("prompt: the list is empty; give at least one prompt", "prompt")
     check_num_samples(request.num_samples * len(request.prompts), context.settings.limits)

@@ -11,7 +11,7 @@ from cb_engine.intake import RequestOptions
 from cb_engine.request import Request
 from cb_engine.sampling_params import SamplingParams
 from cb_engine.serve.chat_template import ChatTemplate
-from cb_engine.serve.errors import APIError
+from cb_engine.serve.errors import APIError, bad_request
 from cb_engine.serve.generation import Generation
 from cb_engine.serve.host import EngineHost
 from cb_engine.serve.metrics import ServerMetrics
@@ -34,6 +34,7 @@ class LoadedModel:
     tool_format: ToolFormat
     reasoning: ReasoningFormat | None
     special_tokens: Mapping[str, int]
+    longest_token: int  # characters
 
 
 class ServerContext:
@@ -63,6 +64,18 @@ class ServerContext:
             raise APIError(503, "the model is being loaded", code="loading", retry_after=self.settings.retry_after)
         return self._loaded
 
+    def engine(self) -> AsyncEngine:
+        """The engine, for a request.
+
+        Raises:
+            APIError: it takes none now.
+        """
+        try:
+            return self.host.engine()
+        except APIError as error:
+            self.metrics.rejected(error.code or "unavailable")
+            raise
+
     def check_model(self, name: str | None) -> None:
         """Raises if a client means another model.
 
@@ -72,7 +85,7 @@ class ServerContext:
         if name is not None and not self.settings.is_own_name(name):
             raise APIError(
                 404,
-                f"the model {name!r} is not served here; this server has {self.settings.model_name!r}",
+                f"the model {name!r:.100} is not served here; this server has {self.settings.model_name!r}",
                 param="model",
                 code="model_not_found",
             )
@@ -107,9 +120,26 @@ class ServerContext:
         return await self.workers.run(make)
 
     def token_ids(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """A text as token ids. Takes time: for the workers."""
+        """A text as token ids. Takes time: for the workers.
+
+        Raises:
+            APIError: it cannot but be too long.
+        """
+        self.check_length(len(text))
         ids = self.loaded.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return [int(token_id) for token_id in ids]
+
+    def check_length(self, num_chars: int) -> None:
+        """Refuses a text before any work is done on it, if even tokens of the longest kind would be too many.
+
+        Raises:
+            APIError: they would.
+        """
+        longest = self.loaded.max_model_len * self.loaded.longest_token
+        if num_chars > longest:
+            raise bad_request(
+                f"the prompt has {num_chars} characters, which is more than {self.loaded.max_model_len} tokens can hold"
+            )
 
     def close(self) -> None:
         """The server has ended."""
@@ -134,6 +164,7 @@ def _describe(model: Any, tokenizer: Any, host: EngineHost, settings: ServeSetti
         tool_format=auto_tools if settings.tool_format == "auto" else ToolFormat(settings.tool_format),
         reasoning={"auto": found, "on": switched_on, "off": None}[settings.reasoning],
         special_tokens=_special_tokens(tokenizer),
+        longest_token=max((len(token) for token in tokenizer.get_vocab()), default=1),
     )
 
 

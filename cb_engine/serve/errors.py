@@ -54,7 +54,9 @@ class APIError(Exception):
     def headers(self) -> Mapping[str, str]:
         """Headers that belong to it."""
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
-        return headers | ({"www-authenticate": 'Basic realm="cb-engine"'} if self.status == 401 else {})
+        if self.status == 401:  # browsers ask for a password where one will do
+            headers["www-authenticate"] = "Bearer" if self.code == "invalid_admin_key" else 'Basic realm="cb-engine"'
+        return headers
 
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
@@ -77,8 +79,14 @@ def engine_failed(retry_after: int | None) -> APIError:
     return APIError(503, message, code="engine_failed", retry_after=retry_after)
 
 
+def refusal(error: ValueError | TypeError) -> APIError:
+    """What a client is told of an error at the door, where our own messages name what is wrong."""
+    named = re.match(r"(\w[\w.\[\]]*)(:| must |=)", str(error))  # as they begin
+    return bad_request(str(error), None if named is None else named[1])
+
+
 def as_api_error(error: Exception, *, retry_after: int) -> APIError:
-    """What a client is told of an exception."""
+    """What a client is told of an exception; of one that is not our own, that there was one."""
     match error:
         case APIError():
             return error
@@ -91,9 +99,6 @@ def as_api_error(error: Exception, *, retry_after: int) -> APIError:
         case ImportError():
             logger.error("%s", error)
             return APIError(501, "this server has not all that the request needs installed", code="not_installed")
-        case ValueError() | TypeError():
-            named = re.match(r"(\w[\w.\[\]]*)(:| must |=)", str(error))  # as our own messages begin
-            return bad_request(str(error), None if named is None else named[1])
     return unexpected(error)
 
 

@@ -76,8 +76,9 @@ class Generation:
         self._settings = settings
         self._metrics = metrics
         self._times = [TokenTimes() for _ in self._requests]
+        self._unfinished = set(range(len(self._requests)))
         self._stream: OutputStream | None = None
-        self._limit = _TimeLimit(self._requests, settings)
+        self._limit = _TimeLimit(self._requests, settings, metrics)
         self.usage = Usage(groups)
 
     def submit(self) -> None:
@@ -101,8 +102,11 @@ class Generation:
         """Ends what is unfinished."""
         self._limit.stop()
         self._under_way.discard(self)
-        if self._stream is not None:
-            self._stream.close()
+        if self._stream is None:
+            return
+        self._stream.close()
+        self._metrics.left_alone(len(self._unfinished))  # their last outputs come to nobody
+        self._unfinished.clear()
 
     async def next_batch(self) -> list[Sample]:
         """What has come since the last batch, as one output for each sample; empty once every sample has ended.
@@ -113,7 +117,10 @@ class Generation:
         if self._stream is None:
             raise RuntimeError("next_batch() before submit()")
         outputs: list[GenerationOutput] = await anext(self._stream, [])
-        return _one_each([self._take_in(output) for output in outputs])
+        samples = [self._take_in(output) for output in outputs]  # all, before one of them may raise
+        for sample in samples:
+            self._raise_failure(sample.output)
+        return _one_each(samples)
 
     async def batches(self) -> AsyncGenerator[list[Sample], None]:
         """All batches that are still to come.
@@ -141,38 +148,41 @@ class Generation:
         self.usage.completion_tokens += len(output.generated_tokens)
         self._metrics.tokens(output.created_time, times, output.timestamps or [])
         if output.is_finished():
+            self._unfinished.discard(choice)
             self._metrics.ended(output, self._requests[choice].num_prompt_tokens, times)
+        return Sample(choice, output)
+
+    def _raise_failure(self, output: GenerationOutput) -> None:
         if output.finish_reason == "error":
             raise self._failure(output)
         if output.finish_reason == "abort":
             raise self._limit.error() or APIError(
                 503, "the request was aborted by the server", code="aborted", retry_after=self._settings.retry_after
             )
-        return Sample(choice, output)
 
     def _failure(self, output: GenerationOutput) -> APIError:
         try:
             self._engine.check_health()
         except (EngineError, EngineStoppedError):
             return engine_failed(self._settings.retry_after)
+        self._metrics.corrupted()
         return APIError(500, f"the request failed: {output.error}", code="request_failed")
 
 
 def _one_each(samples: Sequence[Sample]) -> list[Sample]:
     """Joins the outputs of a sample: a reader who is behind gets several deltas as one."""
-    joined: dict[int, Sample] = {}
+    by_choice: dict[int, list[GenerationOutput]] = {}
     for sample in samples:
-        before = joined.get(sample.choice)
-        output = sample.output if before is None else join_deltas(before.output, sample.output)
-        joined[sample.choice] = Sample(sample.choice, output)
-    return list(joined.values())
+        by_choice.setdefault(sample.choice, []).append(sample.output)
+    return [Sample(choice, join_deltas(outputs)) for choice, outputs in by_choice.items()]
 
 
 class _TimeLimit:
     """Ends requests that wait, or run, for too long."""
 
-    def __init__(self, requests: Sequence[Request], settings: ServeSettings) -> None:
+    def __init__(self, requests: Sequence[Request], settings: ServeSettings, metrics: ServerMetrics) -> None:
         self._requests = requests
+        self._metrics = metrics
         self._max_waiting, self._max_running = settings.max_waiting_time, settings.max_running_time
         self._retry_after = settings.retry_after
         self._stream: OutputStream | None = None
@@ -205,6 +215,7 @@ class _TimeLimit:
 
     def _check_waiting(self) -> None:
         if self._first_scheduled() is None:
+            self._metrics.rejected("waiting_timeout")
             message = f"the request waited for more than {self._max_waiting:g} s; the server is busy, try later"
             self._end(APIError(503, message, code="waiting_timeout", retry_after=self._retry_after))
 

@@ -1,7 +1,8 @@
 """What every request passes first: who may ask, from where, in which form; and the last word on errors.
 
-Owns the rule "no unless listed": a route is open only if it stands in `_OPEN`, so a new one cannot be forgotten. Admin
-routes want a key of their own, and are not there without one.
+Owns the rule "no unless listed": a route is open only if it stands in `_OPEN`, so a new one cannot be forgotten. Routes
+for the operator want a key of their own, which is asked for where they are (`require_admin`): paths can be written in
+more ways than one.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from cb_engine.serve.settings import ServeSettings
 
 logger = logging.getLogger(__name__)
 
-ADMIN_ROUTES = frozenset({"/pause", "/resume", "/update_weights", "/reset_prefix_cache", "/weight_info"})
 _OPEN = frozenset({"/health", "/metrics"})
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_LOGGED_PATH = 200  # characters
 
 
 class Guard:
@@ -39,8 +41,9 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See the ASGI specification."""
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
+        if scope["type"] != "http":
             return
         exchange = _Exchange(scope, send, self._metrics)
         try:
@@ -58,6 +61,8 @@ class Guard:
             exchange.log()
 
     def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        if _CONTROL.search(scope["path"]):  # a line break at its end would still match a route
+            raise APIError(400, "the path holds control characters")
         self._check_host(headers)
         self._check_key(scope["path"], headers)
         has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
@@ -76,17 +81,24 @@ class Guard:
 
     def _check_key(self, path: str, headers: Mapping[bytes, bytes]) -> None:
         settings = self._settings
-        if path in ADMIN_ROUTES:
-            if settings.admin_key is None:
-                raise APIError(404, "admin routes are off; start the server with --admin-key", code="admin_off")
-            if not _is_key(_bearer(headers), settings.admin_key):
-                raise APIError(401, "the admin key is missing or wrong", code="invalid_api_key")
-        elif settings.api_key is not None and path not in _OPEN:
+        if settings.api_key is not None and path not in _OPEN:
             given = _bearer(headers) or _basic(headers)
             # Both are compared, whatever the first comparison says.
             known = _is_key(given, settings.api_key) | _is_key(given, settings.admin_key)
             if not known:
                 raise APIError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+
+def require_admin(headers: Mapping[bytes, bytes], settings: ServeSettings) -> None:
+    """Lets an operator through; what a browser sends by itself is not enough.
+
+    Raises:
+        APIError: there is no admin key, or it was not given.
+    """
+    if settings.admin_key is None:
+        raise APIError(404, "admin routes are off; start the server with --admin-key", code="admin_off")
+    if not _is_key(_bearer(headers), settings.admin_key):
+        raise APIError(401, "the admin key is missing or wrong", code="invalid_admin_key")
 
 
 class _Exchange:
@@ -113,9 +125,8 @@ class _Exchange:
     def log(self) -> None:
         """One line for the request."""
         seconds = time.perf_counter() - self._began
-        logger.info(
-            "%s %s %s %s %.3fs", self._id, self._scope["method"], self._scope["path"], self.status or 500, seconds
-        )
+        path = self._scope["raw_path"][:_LOGGED_PATH].decode("latin-1")  # as it came, so without line breaks
+        logger.info("%s %s %s %s %.3fs", self._id, self._scope["method"], path, self.status or 500, seconds)
 
 
 def _bearer(headers: Mapping[bytes, bytes]) -> bytes:

@@ -156,6 +156,7 @@ class EngineHost:
         """From now on no request is taken; what runs goes on."""
         if self.state is not State.DEAD:
             self.state = State.DRAINING
+        self.pause.end()  # what runs could not end
 
     async def stop(self) -> None:
         """Ends the engine; what still runs is aborted."""

@@ -58,6 +58,12 @@ class ServerMetrics:
         self._rejected = Counter(
             "vllm:admission_rejections", "Refused requests.", (*_LABELS, "reason"), registry=self._registry
         )
+        self._corrupted = Counter(
+            "vllm:corrupted_requests",
+            "Requests that failed alone, by NaN logits for one.",
+            _LABELS,
+            registry=self._registry,
+        ).labels(**labels)
         self._gone = Counter(
             "cb_engine:clients_gone", "Clients that left early.", _LABELS, registry=self._registry
         ).labels(**labels)
@@ -82,6 +88,14 @@ class ServerMetrics:
     def rejected(self, reason: str) -> None:
         """A request was turned away."""
         self._rejected.labels(**self._labels, reason=reason).inc()
+
+    def corrupted(self) -> None:
+        """A request has failed alone."""
+        self._corrupted.inc()
+
+    def left_alone(self, count: int) -> None:
+        """So many samples were given up before they had ended."""
+        self._ended.labels(**self._labels, finished_reason="abort").inc(count)
 
     def client_gone(self) -> None:
         """A client left before its answer was complete."""

@@ -16,20 +16,18 @@ from cb_engine.api.manager import ContinuousBatchingManager
 
 T = TypeVar("T")
 
-_Tasks = queue.SimpleQueue[tuple[Callable[[], Any], "Future[Any]"] | None]
-
 
 class Pause:
-    """See the module docstring. Thread-safe."""
+    """See the module docstring. Thread-safe; nobody waits for anything with the lock held."""
 
     def __init__(self) -> None:
-        self._tasks: _Tasks | None = None  # of the thread that holds the engine; None: nobody does
+        self._holder: _Holder | None = None
         self._lock = threading.Lock()
 
     @property
     def is_on(self) -> bool:
-        """Whether the engine is held."""
-        return self._tasks is not None
+        """Whether the engine is held, or is about to be."""
+        return self._holder is not None
 
     def begin(self, manager: ContinuousBatchingManager) -> None:
         """Returns once the engine stands still; one that does already goes on standing.
@@ -38,40 +36,55 @@ class Pause:
             EngineError, RuntimeError: there is no engine to be held.
         """
         with self._lock:
-            if self._tasks is not None:
-                return
-            held: Future[None] = Future()
-            tasks: _Tasks = queue.SimpleQueue()
-            threading.Thread(target=_hold, args=(manager, held, tasks), name="cb_engine_pause", daemon=True).start()
-            held.result()
-            self._tasks = tasks
+            holder = self._holder
+            if holder is None:
+                holder = self._holder = _Holder()
+                threading.Thread(target=self._hold, args=(manager, holder), name="cb_engine_pause", daemon=True).start()
+        holder.held.result()
 
     def end(self) -> None:
-        """Lets the engine go on."""
+        """Lets the engine go on; does not wait for it."""
         with self._lock:
-            if self._tasks is not None:
-                self._tasks.put(None)
-                self._tasks = None
+            holder, self._holder = self._holder, None
+            if holder is not None:
+                holder.tasks.put(None)
 
     def call(self, action: Callable[[], T]) -> T:
         """Does something with the engine, held or not, and returns its result."""
         with self._lock:
-            if self._tasks is None:
-                return action()
-            done: Future[T] = Future()
-            self._tasks.put((action, done))
-            return done.result()
+            holder = self._holder
+            if holder is not None:
+                done: Future[T] = Future()
+                holder.tasks.put((action, done))  # before the end of the pause, since that needs the lock
+        return action() if holder is None else done.result()
+
+    def _hold(self, manager: ContinuousBatchingManager, holder: _Holder) -> None:
+        """What the thread does."""
+        try:
+            with manager.pause():
+                holder.held.set_result(None)
+                while (task := holder.tasks.get()) is not None:
+                    _do(*task)
+        except Exception as error:
+            self._forget(holder)  # from here on nobody gives it a task
+            if not holder.held.done():
+                holder.held.set_exception(error)
+            while not holder.tasks.empty():
+                if (task := holder.tasks.get()) is not None:
+                    task[1].set_exception(error)
+
+    def _forget(self, holder: _Holder) -> None:
+        with self._lock:
+            if self._holder is holder:
+                self._holder = None
 
 
-def _hold(manager: ContinuousBatchingManager, held: Future[None], tasks: _Tasks) -> None:
-    try:
-        with manager.pause():
-            held.set_result(None)
-            while (task := tasks.get()) is not None:
-                _do(*task)
-    except Exception as error:
-        if not held.done():
-            held.set_exception(error)
+class _Holder:
+    """What the thread that holds an engine is told, and tells."""
+
+    def __init__(self) -> None:
+        self.held: Future[None] = Future()
+        self.tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
 
 
 def _do(action: Callable[[], Any], done: Future[Any]) -> None:

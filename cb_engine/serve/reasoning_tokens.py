@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cb_engine.serve.parsers import ReasoningFormat
+from cb_engine.serve.parsers.tool_parser import MAX_SPACES
 from cb_engine.serve.token_texts import TokenTexts
 
 
@@ -41,12 +42,13 @@ class ReasoningTokens:
 
     def _look_for_start(self) -> int:
         text = self._seen.lstrip()
-        if text.startswith(self._start):
+        if text.startswith(self._start) and len(self._seen) - len(text) < MAX_SPACES:
             self._is_open = True
             self._seen = text[len(self._start) :]
             self._look_for_end()
             return self._num_before
-        self._is_over = not self._start.startswith(text)
+        too_far = len(self._seen) - len(text) >= MAX_SPACES  # the parser looks no further
+        self._is_over = too_far or not self._start.startswith(text)
         return 0
 
     def _look_for_end(self) -> None:

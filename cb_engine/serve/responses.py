@@ -16,10 +16,10 @@ from typing import Any
 from cb_engine.api.async_engine import AsyncEngine
 from cb_engine.outputs import GenerationOutput
 from cb_engine.request import Request
-from cb_engine.serve.chat import Dialogue, prepare_dialogue
+from cb_engine.serve.chat import Dialogue, prepare_turn
 from cb_engine.serve.context import ServerContext
 from cb_engine.serve.errors import as_api_error, bad_request
-from cb_engine.serve.generation import Generation, Sample
+from cb_engine.serve.generation import Generation, Sample, Usage
 from cb_engine.serve.parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from cb_engine.serve.protocol.responses import ResponsesRequest
 from cb_engine.serve.sse import event
@@ -54,8 +54,10 @@ class Items:
                     yield self._grow("response.reasoning_text.delta", text)
                 case ToolCallStart(_, call_id, name):
                     yield from self.close("completed")
+                    self._logprobs = []  # there is no place for those of a call
                     yield self._add({"type": "function_call", "call_id": call_id, "name": name, "arguments": ""})
                 case ToolCallArguments(_, delta):
+                    self._logprobs = []
                     self.items[-1]["arguments"] += delta
                     yield self._of_item("response.function_call_arguments.delta", delta=delta)
 
@@ -164,12 +166,12 @@ class ResponsesAnswer:
             "metadata": request.metadata or {},
         }
 
-    async def whole(self, generation: Generation) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[GenerationOutput], usage: Usage) -> dict[str, Any]:
         """The answer to a request that does not stream."""
-        (output,) = await generation.all()
-        for _ in self._take(output, generation):
+        (output,) = outputs
+        for _ in self._take(output, usage):
             pass  # the items remain
-        self._end(output, generation)
+        self._end(output, usage)
         return self._response
 
     async def chunks(self, generation: Generation, first: Sequence[Sample]) -> AsyncGenerator[bytes, None]:
@@ -180,18 +182,18 @@ class ResponsesAnswer:
         try:
             while batch:
                 output = batch[0].output
-                for typed in self._take(output, generation):
+                for typed in self._take(output, generation.usage):
                     yield self._event(typed)
                 batch = await generation.next_batch()
         except Exception as error:
             yield self._failed(error)
             return
-        self._end(output, generation)
+        self._end(output, generation.usage)
         yield self._event({"type": f"response.{self._response['status']}", "response": self._response})
 
-    def _take(self, output: GenerationOutput, generation: Generation) -> Iterator[Typed]:
+    def _take(self, output: GenerationOutput, usage: Usage) -> Iterator[Typed]:
         num_reasoning = self._reasoning_tokens.add(output.generated_tokens)
-        generation.usage.reasoning_tokens += num_reasoning
+        usage.reasoning_tokens += num_reasoning
         events = self._parser.feed(output.text or "")
         if output.is_finished():
             events += self._parser.finish()
@@ -210,9 +212,8 @@ class ResponsesAnswer:
         )["content"]
         return content
 
-    def _end(self, output: GenerationOutput, generation: Generation) -> None:
+    def _end(self, output: GenerationOutput, usage: Usage) -> None:
         cut_off = self._is_cut_off(output)
-        usage = generation.usage
         self._response |= {
             "status": "incomplete" if cut_off else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
@@ -257,15 +258,11 @@ async def prepare_response(
     Raises:
         APIError, ValueError, TypeError: something is wrong with the request.
     """
-    context.check_model(request.model)
     try:
         chat = request.as_chat()
     except ValueError as error:  # pydantic's own is one: fields that do not go together
         raise bad_request(_reason(error)) from error
-    dialogue = await context.workers.run(prepare_dialogue, chat, context)
-    groups = await context.prepare(
-        engine, [dialogue.token_ids], dialogue.params, answer_id, streaming=bool(request.stream)
-    )
+    dialogue, groups = await prepare_turn(chat, engine, context, answer_id)
     return ResponsesAnswer(request, dialogue, context, answer_id), groups
 
 

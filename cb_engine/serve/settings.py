@@ -20,7 +20,7 @@ class Limits:
     max_logit_bias: int = 1024
     max_bad_words: int = 128
     max_tools: int = 128
-    max_body_bytes: int = 32 << 20
+    max_body_bytes: int = 8 << 20
     max_header_bytes: int = 64 << 10
 
     def __post_init__(self) -> None:
@@ -46,6 +46,7 @@ class ServeSettings:
         shutdown_timeout: for what runs when the server is told to end.
         text_timeout: for templates, tokenisation and grammars of one request.
         body_timeout: for a client to send its body.
+        send_timeout: for a client to take a piece of a stream; one that does not is taken to be gone.
         hang_timeout: without a finished step while there is work, the engine is said to be unhealthy.
         retry_after: what clients are told when they are turned away.
         engine_restarts: how often a failed engine is made anew, over the life of the server.
@@ -63,8 +64,8 @@ class ServeSettings:
 
     model_name: str
     model_aliases: tuple[str, ...] = ()
-    api_key: str | None = None
-    admin_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    admin_key: str | None = field(default=None, repr=False)
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     max_waiting_time: float | None = None
@@ -72,6 +73,7 @@ class ServeSettings:
     shutdown_timeout: float = 30.0
     text_timeout: float = 30.0
     body_timeout: float = 60.0
+    send_timeout: float = 60.0
     hang_timeout: float = 300.0
     retry_after: int = 1
     engine_restarts: int = 3
@@ -96,7 +98,7 @@ class ServeSettings:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name}={value!r} must be positive, or None for no limit")
-        for name in ("text_timeout", "body_timeout", "hang_timeout", "retry_after"):
+        for name in ("text_timeout", "body_timeout", "send_timeout", "hang_timeout", "retry_after"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be positive")
         for name in ("shutdown_timeout", "engine_restarts"):

@@ -50,13 +50,15 @@ class EventStream(Response):
 
     Args:
         on_end: called in the end, whatever it is.
+        send_timeout: seconds that a client may take for a piece, before it is taken to be gone.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], *, on_end: Callable[[], None], send_timeout: float) -> None:
         self._events = events
         self._on_end = on_end
+        self._send_timeout = send_timeout
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -75,7 +77,11 @@ class EventStream(Response):
     async def _send_events(self, send: Send) -> None:
         try:
             async for data in self._events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                try:
+                    async with asyncio.timeout(self._send_timeout):
+                        await send({"type": "http.response.body", "body": data, "more_body": True})
+                except TimeoutError:
+                    raise ClientGoneError from None
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await self._events.aclose()

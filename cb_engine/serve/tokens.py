@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cb_engine.serve.chat_template import Conversation
 from cb_engine.serve.context import ServerContext
+from cb_engine.serve.conversation import conversation_of
 from cb_engine.serve.errors import bad_request
 from cb_engine.serve.protocol.tokens import DetokenizeRequest, TokenizeRequest
 
@@ -21,30 +21,11 @@ def tokenize(request: TokenizeRequest, context: ServerContext) -> dict[str, Any]
     if request.messages is None:
         ids = context.token_ids(request.prompt or "", request.add_special_tokens is not False)
     else:
-        ids = _render(request, context)
+        ids = model.template.render(conversation_of(request, context))
     answer = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
     if request.return_token_strs:
         answer["token_strs"] = [model.texts.text(token_id) for token_id in ids]
     return answer
-
-
-def _render(request: TokenizeRequest, context: ServerContext) -> list[int]:
-    if request.chat_template is not None and not context.settings.trust_request_chat_template:
-        raise bad_request("chat_template: this server takes no templates from requests", "chat_template")
-    return context.loaded.template.render(
-        Conversation(
-            messages=request.messages or (),
-            tools=[tool.model_dump(exclude_none=True) for tool in request.tools or ()],
-            template=request.chat_template,
-            variables=request.chat_template_kwargs or {},
-            add_generation_prompt=(
-                not request.continue_final_message
-                if request.add_generation_prompt is None
-                else request.add_generation_prompt
-            ),
-            continue_final_message=bool(request.continue_final_message),
-        )
-    )
 
 
 def detokenize(request: DetokenizeRequest, context: ServerContext) -> dict[str, Any]:

@@ -61,6 +61,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], Any]] = {  # field of ServeSettings: o
     "shutdown_timeout": (("--shutdown-timeout", "3"), 3.0),
     "text_timeout": (("--text-timeout", "4"), 4.0),
     "body_timeout": (("--body-timeout", "5"), 5.0),
+    "send_timeout": (("--send-timeout", "5.5"), 5.5),
     "hang_timeout": (("--hang-timeout", "6"), 6.0),
     "engine_restarts": (("--engine-restarts", "7"), 7),
     "chat_template": (("--chat-template", "{{ 1 }}"), "{{ 1 }}"),

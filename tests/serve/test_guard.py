@@ -12,7 +12,6 @@ import httpx
 import pytest
 from server_rig import NAME, USER, ServerRig, serving
 
-from cb_engine.serve.guard import ADMIN_ROUTES
 
 KEY, ADMIN = "client-key", "admin-key"
 CHAT = {"model": NAME, "messages": USER, "max_tokens": 2}
@@ -22,6 +21,10 @@ CHAT = {"model": NAME, "messages": USER, "max_tokens": 2}
 def rig() -> Iterator[ServerRig]:
     with serving(api_key=KEY, admin_key=ADMIN, cors_origins=("https://good.example",)) as made:
         yield made
+
+
+ADMIN_ROUTES = [("post", p) for p in ("/pause", "/resume", "/update_weights", "/reset_prefix_cache")]
+ADMIN_ROUTES += [("get", "/weight_info")]
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -57,10 +60,27 @@ def test_the_key_opens_all_but_admin_routes(rig: ServerRig):
     assert rig.post("/v1/chat/completions", CHAT, headers=bearer(KEY)).status_code == 200
     assert rig.post("/v1/chat/completions", CHAT, headers=bearer(ADMIN)).status_code == 200
     assert rig.client(KEY).models.list().data[0].id == NAME
-    for path in ADMIN_ROUTES:
-        method = "get" if path == "/weight_info" else "post"
-        assert httpx.request(method, rig.url + path, headers=bearer(KEY)).status_code == 401
+    for method, path in ADMIN_ROUTES:
+        answer = httpx.request(method, rig.url + path, headers=bearer(KEY))
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
     assert rig.get("/weight_info", headers=bearer(ADMIN)).status_code == 200
+
+
+def test_no_way_to_write_a_path_leads_round_the_admin_key(rig: ServerRig):
+    assert {(method, path) for method, path in all_routes(rig) if path in {p for _, p in ADMIN_ROUTES}} == set(
+        ADMIN_ROUTES
+    ), "the routes are these"
+    with serving(admin_key=ADMIN) as without_key, serving() as bare:
+        for made, headers in ((rig, bearer(KEY)), (without_key, {}), (bare, {})):
+            for method, path in ADMIN_ROUTES:
+                for written in (
+                    path, path + "%0A", path + "%0a", path + "/", "/" + path, path + "%2F", path.upper(), path + "%00",
+                    path + "?x=1", path + ";x", "/x/.." + path, path + "%0D%0A",
+                ):  # fmt: skip
+                    answer = httpx.request(method, made.url + written, headers=headers)
+                    assert answer.status_code in (400, 401, 404, 405), (written, answer.status_code)
+            assert not made.context.host.pause.is_on
 
 
 def test_browsers_may_ask_for_the_key(rig: ServerRig):
@@ -86,8 +106,8 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch, rig
 
 def test_admin_routes_are_off_without_an_admin_key():
     with serving() as rig:
-        for path in ADMIN_ROUTES:
-            answer = httpx.request("get" if path == "/weight_info" else "post", rig.url + path)
+        for method, path in ADMIN_ROUTES:
+            answer = httpx.request(method, rig.url + path)
             assert answer.status_code == 404
             assert "--admin-key" in answer.json()["error"]["message"]
 
@@ -95,6 +115,7 @@ def test_admin_routes_are_off_without_an_admin_key():
 def test_pages_of_other_sites(rig: ServerRig):
     def preflight(origin: str) -> httpx.Response:
         asked = {"origin": origin, "access-control-request-method": "POST"}
+        asked["access-control-request-headers"] = "authorization,content-type,x-stainless-lang"  # as openai-js asks
         return httpx.options(f"{rig.url}/v1/chat/completions", headers=asked)
 
     good = preflight("https://good.example")
@@ -134,12 +155,24 @@ def test_two_requests_with_one_id_do_not_meet(rig: ServerRig):
     assert answers[0].json()["id"] != answers[1].json()["id"]
 
 
-def test_errors_tell_no_paths_and_no_traces(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [
+        ("cb_engine.serve.chat.sampling_params", RuntimeError),
+        ("cb_engine.serve.chat.ChatAnswer.whole", ValueError),
+        ("cb_engine.serve.generation.Generation.next_batch", TypeError),
+        ("cb_engine.serve.body._read", KeyError),
+    ],
+    ids=["before", "writing", "waiting", "reading"],
+)
+def test_errors_tell_no_paths_and_no_traces(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str, kind: type[Exception]
+):
     def broken(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("/secret/path.py, line 3, at 0x7f00")
+        raise kind("/secret/path.py, line 3, at 0x7f00")
 
     with serving() as rig:
-        monkeypatch.setattr("cb_engine.serve.chat.sampling_params", broken)
+        monkeypatch.setattr(where, broken)
         with caplog.at_level(logging.ERROR):
             answer = rig.post("/v1/chat/completions", CHAT)
         assert answer.status_code == 500
@@ -149,6 +182,19 @@ def test_errors_tell_no_paths_and_no_traces(monkeypatch: pytest.MonkeyPatch, cap
         error_id = error["message"].split()[2].rstrip(";")
         assert error_id in caplog.text
         assert "secret" in caplog.text, "the log has it all"
+
+
+def test_the_log_cannot_be_written_by_clients(rig: ServerRig, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, "cb_engine.serve"):
+        rig.get("/x%0aINFO%20forged%20line", headers={**bearer(KEY), "x-request-id": "a"})
+        rig.get("/" + "y" * 5000, headers=bearer(KEY))
+        body = {**CHAT, "user": "u\nINFO forged"}
+        rig.post("/v1/chat/completions", body, headers=bearer(KEY))
+    lines = caplog.text.splitlines()
+    assert not [line for line in lines if line.startswith("INFO forged")]
+    assert max(map(len, lines)) < 1000
+    for fields in ({"user": "u" * 513}, {"metadata": {str(i): "x" for i in range(17)}}, {"metadata": {"a": "b" * 513}}):
+        assert rig.post("/v1/chat/completions", {**CHAT, **fields}, headers=bearer(KEY)).status_code == 400
 
 
 def test_unknown_routes_and_methods(rig: ServerRig):

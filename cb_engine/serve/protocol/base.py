@@ -6,11 +6,18 @@ the reason.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-TokenIds = list[Annotated[int, Field(ge=0)]]
+T = TypeVar("T")
+
+# A list that is wrong is wrong with its first bad entry: one error for each would take more memory than the body.
+Entries = Annotated[list[T], Field(fail_fast=True)]
+TokenIds = Entries[Annotated[int, Field(ge=0)]]
+# Both go to the log, in OpenAI's bounds.
+Label = Annotated[str, Field(max_length=512)]
+Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
 
 
 class StrictModel(BaseModel):
@@ -71,7 +78,7 @@ class StructuredOutputs(StrictModel):
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     json_object: Literal[True] | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Entries[str] | None = None
     grammar: str | None = None
     compact: bool | None = None  # of JSON: no whitespace between its parts
 
@@ -97,7 +104,7 @@ class EngineFields(RequestModel):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: TokenIds | None = None
-    bad_words: list[str] | None = None
+    bad_words: Entries[str] | None = None
     allowed_token_ids: TokenIds | None = None
     skip_special_tokens: bool | None = None
     priority: int | None = None
@@ -114,7 +121,7 @@ class SamplingFields(EngineFields):
     top_p: float | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Entries[str] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -125,7 +132,7 @@ class SamplingFields(EngineFields):
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    user: str | None = None  # goes to the log
+    user: Label | None = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingFields:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from cb_engine.serve.protocol.base import RequestModel, SamplingFields, StrictModel
+from cb_engine.serve.protocol.base import Entries, Label, Metadata, RequestModel, SamplingFields, StrictModel
 
 
 class TextPart(StrictModel):
@@ -43,9 +43,9 @@ class Message(RequestModel):
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Entries[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[CalledTool] | None = None
+    tool_calls: Entries[CalledTool] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -103,16 +103,16 @@ class ChatRequest(SamplingFields):
         "service_tier": (("auto", "default"), "there is one tier"),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    tools: list[Tool] | None = None
+    tools: Entries[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    metadata: dict[str, str] | None = None  # goes to the log
-    safety_identifier: str | None = None  # goes to the log
+    metadata: Metadata | None = None
+    safety_identifier: Label | None = None
     prompt_cache_key: str | None = None  # equal beginnings are found without it
 
     chat_template: str | None = None

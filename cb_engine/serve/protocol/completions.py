@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from cb_engine.serve.protocol.base import SamplingFields, TokenIds
+from cb_engine.serve.protocol.base import Entries, SamplingFields, TokenIds
+
+
+def _kind_of_prompt(prompt: Any) -> str:
+    """By its first entry, so that what is wrong with another one is said of that one."""
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else ""
+    return "texts" if isinstance(first, str) else "lists of ids" if isinstance(first, list) else "ids"
 
 
 class CompletionRequest(SamplingFields):
@@ -16,7 +24,13 @@ class CompletionRequest(SamplingFields):
         "suffix": (("",), "this model continues a text and does not fill gaps; leave it out"),
     }
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[Entries[str], Tag("texts")]
+        | Annotated[TokenIds, Tag("ids")]
+        | Annotated[Entries[TokenIds], Tag("lists of ids")],
+        Discriminator(_kind_of_prompt),
+    ]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None

@@ -9,7 +9,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cb_engine.serve.protocol.base import EngineFields, JsonSchema, RequestModel, ResponseFormat, StrictModel
+from cb_engine.serve.protocol.base import (
+    EngineFields,
+    Entries,
+    JsonSchema,
+    Label,
+    Metadata,
+    RequestModel,
+    ResponseFormat,
+    StrictModel,
+)
 from cb_engine.serve.protocol.chat import (
     CalledFunction,
     CalledTool,
@@ -38,7 +47,7 @@ class MessageItem(StrictModel):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextContent]
+    content: str | Entries[TextContent]
     id: str | None = None
     status: str | None = None
 
@@ -59,7 +68,7 @@ class FunctionOutputItem(StrictModel):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[TextContent]
+    output: str | Entries[TextContent]
     id: str | None = None
     status: str | None = None
 
@@ -72,8 +81,8 @@ class ReasoningItem(RequestModel):
     }
 
     type: Literal["reasoning"]
-    summary: list[TextContent] = Field(default_factory=list)
-    content: list[TextContent] | None = None
+    summary: Entries[TextContent] = Field(default_factory=list)
+    content: Entries[TextContent] | None = None
     id: str | None = None
     status: str | None = None
 
@@ -143,7 +152,7 @@ class ResponsesRequest(EngineFields):
     }
 
     model: str | None = None
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = None
@@ -151,19 +160,19 @@ class ResponsesRequest(EngineFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Entries[str] | None = None
     logit_bias: dict[str, float] | None = None
     stream: bool | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Entries[FunctionTool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    metadata: dict[str, str] | None = None
-    user: str | None = None  # goes to the log
-    safety_identifier: str | None = None  # goes to the log
+    include: Entries[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    metadata: Metadata | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
     prompt_cache_key: str | None = None  # equal beginnings are found without it
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from cb_engine.serve.protocol.base import RequestModel, TokenIds
+from cb_engine.serve.protocol.base import Entries, RequestModel, TokenIds
 from cb_engine.serve.protocol.chat import Message, Tool
 
 
@@ -15,13 +15,13 @@ class TokenizeRequest(RequestModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Entries[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
+    tools: Entries[Tool] | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
