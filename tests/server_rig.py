@@ -111,7 +111,7 @@ def serving(
     """A server that is ready."""
     loaded = random_model() if model is None else model
     with starting(lambda: (loaded, tokenizer(template)), config=config, **settings) as rig:
-        rig.wait_until(lambda: rig.get("/health").status_code == 200)
+        rig.wait_until(lambda: rig.get("/health").status_code == 200, 120)
         yield rig
 
 

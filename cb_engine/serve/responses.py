@@ -36,6 +36,7 @@ class Items:
         self._with_logprobs = with_logprobs
         self._open = False  # whether the last item still grows
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
+        self._had_call = False
 
     def take(self, events: Sequence[Event], logprobs: list[dict[str, Any]]) -> Iterator[Typed]:
         """Lets the output grow.
@@ -48,16 +49,15 @@ class Items:
             match piece:
                 case Content(text):
                     yield from self._ensure("message")
-                    yield self._grow("response.output_text.delta", text, self._take_logprobs())
+                    yield self._grow("response.output_text.delta", text, self._take_logprobs(text))
                 case Reasoning(text):
                     yield from self._ensure("reasoning")
                     yield self._grow("response.reasoning_text.delta", text)
                 case ToolCallStart(_, call_id, name):
                     yield from self.close("completed")
-                    self._logprobs = []  # there is no place for those of a call
+                    self._had_call = True
                     yield self._add({"type": "function_call", "call_id": call_id, "name": name, "arguments": ""})
                 case ToolCallArguments(_, delta):
-                    self._logprobs = []
                     self.items[-1]["arguments"] += delta
                     yield self._of_item("response.function_call_arguments.delta", delta=delta)
 
@@ -108,9 +108,16 @@ class Items:
         shown = {name: list(v) if isinstance(v, list) else v for name, v in self.items[-1].items()}
         return {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": shown}
 
-    def _take_logprobs(self) -> list[dict[str, Any]]:
+    def _take_logprobs(self, text: str = "") -> list[dict[str, Any]]:
+        """Those of the tokens behind a text. Of a call and its marks there are some left over, which go nowhere."""
         taken, self._logprobs = self._logprobs, []
-        return taken
+        if not self._had_call or not text:
+            return taken
+        num_bytes, first = 0, len(taken)
+        while first and num_bytes < len(text.encode()):
+            first -= 1
+            num_bytes += len(taken[first]["bytes"])
+        return taken[first:]
 
     def _grow(self, kind: str, text: str, logprobs: list[dict[str, Any]] | None = None) -> Typed:
         part = self.items[-1]["content"][0]

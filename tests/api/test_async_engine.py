@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from fake_model import FakeModel, expected
 
 import cb_engine
 from cb_engine import AsyncEngine, SamplingParams
+from cb_engine.intake import RequestOptions
+from cb_engine.outputs import join_deltas
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
@@ -68,5 +72,38 @@ def test_bad_requests_and_a_stopped_engine() -> None:
         with pytest.raises(cb_engine.EngineStoppedError):
             async for _ in engine.generate([1], GREEDY):
                 pass
+
+    asyncio.run(main())
+
+
+def test_an_engine_keeps_no_event_loop_alive() -> None:
+    engine = AsyncEngine(manager())
+    loops = []
+
+    async def ask() -> None:
+        loops.append(weakref.ref(asyncio.get_running_loop()))
+        async for _ in engine.generate([1], GREEDY):
+            pass
+
+    asyncio.run(engine.start())
+    for _ in range(3):
+        asyncio.run(ask())
+    asyncio.run(engine.stop())
+    gc.collect()
+    assert [loop() for loop in loops] == [None] * 3
+
+
+def test_deltas_of_a_reader_who_is_behind_come_as_one() -> None:
+    async def main() -> None:
+        async with AsyncEngine(manager()) as engine:
+            options = RequestOptions(streaming=True, deltas=True, record_timestamps=True)
+            requests = engine.make_requests([1, 2], GREEDY, options)
+            with engine.submit(requests) as stream:
+                await asyncio.sleep(0.3)
+                batch = await anext(stream)
+                joined = join_deltas(batch)
+                assert joined.generated_tokens == expected([1, 2], 6)[: len(joined.generated_tokens)]
+                assert joined.prompt_ids == [1, 2]
+                assert len(joined.timestamps or ()) == len(joined.generated_tokens) == len(joined.weight_version)
 
     asyncio.run(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from server_rig import NAME, USER, ServerRig, random_model, serving
+
+from cb_engine.engine import Engine
 
 ADMIN = {"authorization": "Bearer secret"}
 CHAT: dict[str, Any] = {"model": NAME, "messages": USER, "temperature": 0, "max_tokens": 8}
@@ -106,6 +109,50 @@ def _loaded(tensors: dict[str, torch.Tensor]) -> Any:
     model = random_model()
     model.load_state_dict(tensors)
     return model
+
+
+def test_health_answers_while_weights_are_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In a pause or not, and with requests and a /resume coming in meanwhile."""
+    save_file(_other(), tmp_path / "step.safetensors")
+    begun, release = threading.Event(), threading.Event()
+    update = Engine.update_weights
+
+    def slowly(self: Engine, tensors: Any) -> None:
+        begun.set()
+        assert release.wait(30)
+        update(self, tensors)
+
+    monkeypatch.setattr(Engine, "update_weights", slowly)
+    for paused in (True, False):
+        begun.clear()
+        release.clear()
+        with (
+            serving(admin_key="secret", weights_dir=str(tmp_path)) as rig,
+            concurrent.futures.ThreadPoolExecutor() as pool,
+        ):
+            if paused:
+                admin(rig, "/pause")
+            updated = pool.submit(admin, rig, "/update_weights", {"path": "step.safetensors"})
+            assert begun.wait(20)
+            asked = pool.submit(said, rig)
+            rig.wait_until(lambda r=rig: r.context.under_way)
+            assert rig.get("/health").status_code == 200
+            assert admin(rig, "/resume").status_code == 200
+            assert rig.get("/health").status_code == 200
+            release.set()
+            assert updated.result(20).json() == {"weight_version": 1}
+            assert asked.result(20)
+
+
+def test_a_pause_of_an_engine_that_has_ended_is_refused(monkeypatch: pytest.MonkeyPatch):
+    def ended(self: Any) -> Any:
+        raise RuntimeError("pause() needs a running manager")
+
+    with serving(admin_key="secret") as rig:
+        monkeypatch.setattr("cb_engine.api.manager.ContinuousBatchingManager.pause", ended)
+        assert admin(rig, "/pause").status_code == 503
+        assert not rig.context.host.pause.is_on
+        assert admin(rig, "/reset_prefix_cache").status_code == 200
 
 
 def test_only_safetensors_below_the_folder_are_read(tmp_path: Path):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from server_rig import USER, ServerRig, serving
 
@@ -40,6 +41,50 @@ def test_what_is_no_body_is_said_so(rig: ServerRig, content: bytes, message: str
     answer = post(rig, content)
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
+    assert rig.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "param"),
+    [
+        ("/v1/completions", "prompt", [0] * 200_000 + ["x"], "prompt.200000"),
+        ("/v1/completions", "prompt", [[0] * 200_000 + ["x"]], "prompt.0.200000"),
+        ("/v1/completions", "prompt", ["x"] * 10_000 + [0], "prompt.10000"),
+        ("/v1/completions", "stop_token_ids", ["x"] * 200_000, "stop_token_ids.0"),
+        ("/v1/chat/completions", "messages", [{}] * 100_000, "messages.0.role"),
+        ("/v1/chat/completions", "stop", [0] * 200_000, "stop.0"),
+        ("/v1/responses", "input", [0] * 200_000, "input"),
+        ("/detokenize", "tokens", [-1] * 200_000, "tokens.0"),
+    ],
+    ids=["ids", "lists", "texts", "stop ids", "messages", "stop", "input", "tokens"],
+)
+def test_a_wrong_list_costs_one_error(rig: ServerRig, path: str, field: str, value: Any, param: str):
+    before = psutil.Process().memory_info().rss
+    answer = rig.post(path, {"prompt": "x", field: value} if path == "/v1/completions" else {field: value})
+    assert answer.status_code == 400
+    assert (answer.json()["error"]["param"] or "").startswith(param)
+    assert psutil.Process().memory_info().rss - before < 200 << 20
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": x}}]}]}
+        for x in ('{"a":' * 100_000, "[" * 100_000, '{"a": 1e999}', "nul")
+    ]
+    + [
+        {"messages": USER, "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 7}}}]},
+        {"messages": USER, "logit_bias": {"9" * 5000: 1}},
+        {"messages": USER, "model": "m" * 100_000},
+        {"messages": USER, "stop": "\x00" * 10_000 and ["\x00"] * 17},
+        {"messages": [{"role": "user", "content": "x" * 2_000_000}]},
+    ],
+    ids=["deep object", "deep list", "infinite", "no JSON", "schema", "bias", "name", "stops", "long"],
+)
+def test_hostile_bodies_are_refused_and_short_to_answer(rig: ServerRig, body: dict[str, Any]):
+    answer = rig.post("/v1/chat/completions", {"max_tokens": 1, **body})
+    assert answer.status_code in (400, 404) or '"a": 1e999' in str(body)
+    assert len(answer.content) < 2000
     assert rig.get("/health").status_code == 200
 
 

@@ -11,6 +11,9 @@ import openai
 import pytest
 from server_rig import NAME, PROMPT, USER, ServerRig, says, serving
 
+from cb_engine.outputs import join_deltas
+from cb_engine.serve.generation import Generation, Sample
+
 GREEDY: dict[str, Any] = {"model": NAME, "messages": USER, "temperature": 0, "max_tokens": 12}
 
 
@@ -205,6 +208,33 @@ def test_tool_calls_are_read_from_the_text():
 
         # One that is cut off is not one that may be run.
         assert called(rig, max_tokens=60).choices[0].finish_reason == "length"
+
+
+def test_a_stream_loses_nothing_when_all_comes_at_once(monkeypatch: pytest.MonkeyPatch):
+    """Many tokens in one batch: a reader who is behind, or speculation."""
+    next_batch = Generation.next_batch
+
+    async def whole_batch(self: Generation) -> Any:
+        samples: dict[int, list[Any]] = {}
+        while batch := await next_batch(self):
+            for sample in batch:
+                samples.setdefault(sample.choice, []).append(sample.output)
+        return [Sample(choice, join_deltas(outputs)) for choice, outputs in samples.items()]
+
+    monkeypatch.setattr(Generation, "next_batch", whole_batch)
+    with serving(says("<think>Hm.</think>See. " + CALL, "THiA"), template=HERMES_TEMPLATE + "{# <think> #}") as rig:
+        fields = {**GREEDY, "max_tokens": 200, "tools": [WEATHER], "logprobs": True}
+        whole = rig.client().chat.completions.create(**fields).choices[0]
+        deltas = [c.choices[0] for c in rig.client().chat.completions.create(**fields, stream=True)]
+        calls = [call for d in deltas for call in d.delta.tool_calls or ()]
+        assert deltas[0].delta.role == "assistant"
+        assert "".join(d.delta.content or "" for d in deltas) == whole.message.content == "See."
+        assert "".join((d.delta.model_extra or {}).get("reasoning_content") or "" for d in deltas) == "Hm."
+        assert [c.function.name for c in calls if c.function.name] == ["weather"]
+        assert "".join(c.function.arguments or "" for c in calls) == '{"city": "Oslo"}'
+        assert calls[0].id
+        assert sum(len(d.logprobs.content) for d in deltas if d.logprobs) == len(whole.logprobs.content)
+        assert [d.finish_reason for d in deltas if d.finish_reason] == ["tool_calls"]
 
 
 def test_a_conversation_with_tools_goes_on():

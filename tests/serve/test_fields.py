@@ -341,9 +341,15 @@ RESPONSES: dict[str, Callable[[Responses], None]] = {
     "stream": lambda api: same(
         api._rig.post("/v1/responses", {"input": "a", "max_output_tokens": 1, "stream": True}).text[:6], "event:"
     ),
-    "tools": lambda api: same(api.answer(tools=[{"type": "function", "name": "f"}])["tools"][0]["name"], "f"),
+    "tools": lambda api: differ(
+        api.answer(tools=[{"type": "function", "name": "f"}])["usage"]["input_tokens"],
+        api.answer()["usage"]["input_tokens"],
+    ),
     "tool_choice": lambda api: api.refuses("tool_choice needs tools", tool_choice="auto"),
-    "parallel_tool_calls": lambda api: same(api.answer(parallel_tool_calls=False)["parallel_tool_calls"], False),
+    "parallel_tool_calls": lambda api: same(
+        ResponsesRequest.model_validate({"input": "x", "parallel_tool_calls": False}).as_chat().parallel_tool_calls,
+        False,
+    ),
     "reasoning": lambda api: differ(api.text(temperature=0), api.text(temperature=0, reasoning={"effort": "high"})),
     "top_logprobs": lambda api: same(
         len(api.answer(top_logprobs=2)["output"][0]["content"][0]["logprobs"][0]["top_logprobs"]), 2

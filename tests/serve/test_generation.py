@@ -56,7 +56,10 @@ def test_a_client_that_leaves_takes_its_work_along(gated: tuple[ServerRig, Gate]
     gate.open.set()
     rig.wait_until_idle()
     assert rig.stats().generated_tokens < 20
-    assert "cb_engine:clients_gone_total" in rig.get("/metrics").text
+    figures = rig.get("/metrics").text
+    count = 1 if path == "/v1/responses" else 2
+    assert f'vllm:request_success_total{{engine="0",finished_reason="abort",model_name="tiny"}} {count}.0' in figures
+    assert 'cb_engine:clients_gone_total{engine="0",model_name="tiny"} 1.0' in figures
 
 
 def test_a_client_that_leaves_a_stream_half_way(gated: tuple[ServerRig, Gate]):
@@ -171,6 +174,19 @@ def test_who_runs_too_long_is_ended():
         rig.wait_until_idle()
 
 
+def test_a_client_that_takes_nothing_is_taken_to_be_gone():
+    with serving(says("x" * 450), send_timeout=0.3, config=EngineConfig(block_size=16, num_blocks=256)) as rig:
+        # Each chunk is made large, so that the connection's buffers are full soon.
+        body = {**LONG, "stream": True, "logprobs": True, "top_logprobs": 20, "n": 40}
+        lazy = send(rig, body)
+        quick = rig.post("/v1/chat/completions", {**LONG, "max_tokens": 20})
+        assert quick.json()["choices"][0]["message"]["content"] == "x" * 20
+        rig.wait_until(lambda: not rig.context.under_way, 60)
+        rig.wait_until_idle()
+        assert 'cb_engine:clients_gone_total{engine="0",model_name="tiny"} 1.0' in rig.get("/metrics").text
+        lazy.close()
+
+
 def test_one_request_that_fails_leaves_its_neighbours_alone():
     model = says("x" * 450)
 
@@ -185,6 +201,7 @@ def test_one_request_that_fails_leaves_its_neighbours_alone():
         failed = rig.post("/v1/chat/completions", LONG)
         assert failed.status_code == 500
         assert failed.json()["error"]["code"] == "request_failed"
+        assert 'vllm:corrupted_requests_total{engine="0",model_name="tiny"} 1.0' in rig.get("/metrics").text
         assert [a.result(20).json()["choices"][0]["message"]["content"] for a in short] == ["x" * 20] * 3
         assert rig.get("/health").status_code == 200
         rig.wait_until_idle()

@@ -12,7 +12,6 @@ import httpx
 import pytest
 from server_rig import NAME, USER, ServerRig, serving
 
-
 KEY, ADMIN = "client-key", "admin-key"
 CHAT = {"model": NAME, "messages": USER, "max_tokens": 2}
 

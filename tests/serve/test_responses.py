@@ -126,6 +126,15 @@ def test_log_probabilities(rig: ServerRig):
     assert [e.logprob for e in final] == [e.logprob for e in logprobs]
 
 
+def test_log_probabilities_of_a_call_are_not_the_next_texts():
+    with serving(says(f"{CALL}Hi", "THiA"), template=TEMPLATE) as rig:
+        fields = {"tools": [TOOL], "max_output_tokens": 200, "top_logprobs": 0, "stream": True}
+        final = list(respond(rig, **fields))[-1].response
+        call, message = final.output
+        assert (call.type, message.content[0].text) == ("function_call", "Hi")
+        assert [entry.token for entry in message.content[0].logprobs] == ["H", "i", "</s>"]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

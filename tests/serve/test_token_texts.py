@@ -83,10 +83,12 @@ def test_offsets_go_on_from_piece_to_piece():
         ("<think>hm</think>yes", False, len("<think>hm</think>")),
         ("\n<think>hm", False, len("\n<think>hm")),
         ("yes <think>no</think>", False, 0),
+        (" " * 63 + "<think>hm", False, 63 + len("<think>hm")),
+        (" " * 64 + "<think>hm", False, 0),
         ("<thin", False, 0),
         ("", True, 0),
     ],
-    ids=["open", "open to the end", "opened", "after a line", "in the text", "nearly", "nothing"],
+    ids=["open", "to the end", "opened", "after a line", "in the text", "blanks", "more blanks", "nearly", "nothing"],
 )
 def test_reasoning_tokens_are_counted_however_they_come(text: str, is_open: bool, expected: int, size: int):
     counter = ReasoningTokens(ReasoningFormat.THINK, TEXTS, is_open=is_open)
