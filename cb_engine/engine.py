@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,9 +46,6 @@ from cb_engine.speculative_config import SpeculativeConfig
 from cb_engine.speculator import NoSpeculation, Speculator
 
 logger = logging.getLogger(__name__)
-
-# A lone prompt that fails its step is blamed for it; so many in a row, and it is the engine that is broken.
-_MAX_LONE_FAILURES = 3
 
 
 @dataclass(frozen=True)
@@ -146,7 +143,6 @@ class Engine:
         self._submit_lock = threading.Lock()  # guards both: many threads may submit
         self._changed: list[Request] = []  # by a step, and not delivered yet
         self._clock = StepClock()
-        self._lone_failures = 0
         self.intake = Intake(
             self.config,
             self._blocks,
@@ -280,12 +276,9 @@ class Engine:
         try:
             output = self._runner.execute(plan)
         except StepFailedError as error:
-            self._lone_failures += 1
-            families = {item.request.family for item in plan.scheduled}
-            if len(families) > 1 or self._lone_failures >= _MAX_LONE_FAILURES:
+            if not self._runner.works():
                 raise EngineError(f"no request of the step could be computed: {error}") from error
             return ModelOutput(errors={item.request.request_id: str(error) for item in plan.scheduled})
-        self._lone_failures = 0
         return output
 
     def fail_all(self, error: str) -> list[GenerationOutput]:
@@ -399,7 +392,7 @@ class Engine:
         """Writes new values into the model's parameters, in place. On the engine thread only.
 
         Raises:
-            ValueError: an unknown name or a wrong shape; nothing is written then.
+            ValueError: an unknown name, a wrong shape or kind of number; nothing is written then.
         """
         own = dict(self._model.named_parameters(remove_duplicate=False)) | dict(self._model.named_buffers())
         for name, tensor in tensors.items():
@@ -407,6 +400,8 @@ class Engine:
                 raise ValueError(f"the model has no parameter {name!r}")
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{name!r}: the update is no tensor but {type(tensor).__name__}")
+            if own[name].is_floating_point() != tensor.is_floating_point():
+                raise ValueError(f"{name!r} is {own[name].dtype}, the update {tensor.dtype}; convert it")
             if own[name].shape != tensor.shape:
                 raise ValueError(f"{name!r} has shape {tuple(own[name].shape)}, the update {tuple(tensor.shape)}")
         with torch.no_grad():
@@ -422,7 +417,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of all counters."""
-        return take_stats(self._scheduler, self._blocks, self._clock, self._runner.coverage)
+        counted = take_stats(self._scheduler, self._blocks, self._clock, self._runner.coverage)
+        # Those wait too that no step has seen yet, in a pause for example.
+        return replace(counted, num_waiting=self.num_queued, num_waiting_tokens=self.num_queued_tokens)
 
     def check(self) -> None:
         """Verifies that no block is lost or held twice.

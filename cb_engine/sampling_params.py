@@ -18,6 +18,9 @@ from cb_engine.structured_output import StructuredOutput
 
 _GREEDY_BELOW = 1e-5  # logits divided by less leave the range of fp32
 _LARGEST_PENALTY = 1e6
+_LARGEST_TEMPERATURE = 1e6
+_LARGEST_BIAS = 1e30  # the sum with a logit stays within fp32
+_LARGEST_COUNT = 2**31 - 1  # devices count in 32 bits
 
 LogprobsMode = Literal["processed", "raw"]
 
@@ -114,20 +117,23 @@ class SamplingParams:
 
     def _normalise_numbers(self) -> None:
         ints: dict[str, int | None] = {
-            "n": _int("n", self.n, low=1),
-            "top_k": _int("top_k", self.top_k, low=-1, hint="use 0 or -1 to turn it off"),
-            "min_tokens": _int("min_tokens", self.min_tokens, low=0),
+            "n": _int("n", self.n, low=1, high=_LARGEST_COUNT),
+            "top_k": _int("top_k", self.top_k, low=-1, high=_LARGEST_COUNT, hint="use 0 or -1 to turn it off"),
+            "min_tokens": _int("min_tokens", self.min_tokens, low=0, high=_LARGEST_COUNT),
             "priority": _int("priority", self.priority),
         }
         if ints["top_k"] == -1:
             ints["top_k"] = 0
         for name in ("max_tokens", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            ints[name] = None if value is None else _int(name, value, low=0, hint="use None to leave it open")
+            limits = {"low": 0, "high": _LARGEST_COUNT}
+            ints[name] = None if value is None else _int(name, value, **limits, hint="use None to leave it open")
         if self.seed is not None:
             ints["seed"] = _int("seed", self.seed, low=-(2**63), high=2**64 - 1)
         floats = {
-            "temperature": _float("temperature", self.temperature, low=0.0, hint="use 0 for greedy decoding"),
+            "temperature": _float(
+                "temperature", self.temperature, low=0.0, high=_LARGEST_TEMPERATURE, hint="use 0 for greedy decoding"
+            ),
             "top_p": _float("top_p", self.top_p, low=0.0, high=1.0, open_low=True, hint="use 1 to turn it off"),
             "min_p": _float("min_p", self.min_p, low=0.0, high=1.0, hint="use 0 to turn it off"),
             "repetition_penalty": _float(
@@ -231,8 +237,11 @@ def _float(
 ) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    number = float(value)
     tail = f"; {hint}" if hint else ""
+    try:
+        number = float(value)
+    except OverflowError:  # an int of hundreds of digits
+        number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {number}{tail}")
     too_low = low is not None and (number <= low if open_low else number < low)
@@ -269,6 +278,8 @@ def _bias(value: object) -> _FrozenBias:
                 f"logit_bias[{key}] must be finite, or -inf to ban the token, got {bias}; "
                 "use allowed_token_ids to force one"
             )
+        if bias != -math.inf and abs(bias) > _LARGEST_BIAS:
+            raise ValueError(f"logit_bias[{key}] must be between -{_LARGEST_BIAS:g} and {_LARGEST_BIAS:g}, or -inf")
         table[key] = float(bias)
     return _FrozenBias(table)
 

@@ -264,3 +264,17 @@ def test_no_torch_is_needed(module):
         elif isinstance(node, ast.ImportFrom) and node.module:
             imported.add(node.module.split(".")[0])
     assert not imported & {"torch", "transformers", "tokenizers", "numpy"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1e39}, {"temperature": 10**400}, {"top_k": 2**63}, {"n": 2**40}, {"min_tokens": 2**31},
+        {"max_tokens": 2**31}, {"logprobs": 2**31}, {"logit_bias": {1: 1e300}}, {"logit_bias": {1: -1e31}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_numbers_that_a_device_could_not_hold_are_refused(fields):
+    (name,) = fields
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**fields)

@@ -7,6 +7,7 @@ Thread-safe; requests with the same constraint compile it once.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -44,6 +45,10 @@ _LIMITS: dict[str, Any] = {"max_lexer_states": 25_000, "verbose_errors": False}
 # Grammars are compiled by recursion: the deepest that the limits of StructuredOutput let in needs less than 64 MB.
 # Untouched, a stack takes none.
 _STACK_BYTES = 2**28
+
+# Numbers are compared as 64-bit floats there: beyond this not every integer is one.
+_LARGEST_BOUND = 2**53
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 _END = "<|cb_engine: the grammar may end here|>"
 
@@ -101,6 +106,7 @@ class GrammarCompiler:
             ValueError: the constraint cannot be compiled, or there is no tokenizer to compile it for.
             ImportError: llguidance is not installed.
         """
+        _check_bounds(structured)
         vocabulary = self._get_vocabulary()
         compiled = self._get(structured, vocabulary)
         # A token beyond the mask cannot be generated.
@@ -242,3 +248,22 @@ def _on_deep_stack(function: Callable[[], _Result]) -> _Result:
 
 
 _STACK_LOCK = threading.Lock()  # the size of stacks is the process's
+
+
+def _check_bounds(structured: StructuredOutput) -> None:
+    """Raises for bounds of numbers that would be kept to only roughly."""
+    todo: list[Any] = [] if structured.json_schema is None else [json.loads(str(structured.json_schema))]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, list):
+            todo += value
+        if not isinstance(value, dict):
+            continue
+        for name in _BOUNDS:
+            bound = value.get(name)
+            if isinstance(bound, (int, float)) and abs(bound) > _LARGEST_BOUND:
+                raise ValueError(
+                    f"structured.json_schema: {name}={bound} is beyond 2**53, up to where numbers are told apart; "
+                    "use an enum, or a string with a pattern"
+                )
+        todo += value.values()

@@ -220,6 +220,18 @@ class ModelRunner:
             raise StepFailedError(next(iter(output.errors.values())))
         return output
 
+    @torch.inference_mode()
+    def works(self) -> bool:
+        """Whether a step of nobody's can be computed. If so, one that failed is its requests' own fault."""
+        warmed = [b for b in self.coverage.warmed if not b.kind.is_draft and b.kind is not StepKind.VERIFY]
+        bucket = min(warmed, default=Bucket(StepKind.PREFILL, 1, 1, 1), key=lambda b: (b.num_tokens, b.num_blocks))
+        try:
+            self._warm_target(bucket)
+        except Exception:
+            logger.exception("a step without any request failed too")
+            return False
+        return True
+
     def _execute_or_split(self, plan: SchedulerOutput) -> ModelOutput:
         try:
             return self._execute(plan)

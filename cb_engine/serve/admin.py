@@ -106,7 +106,10 @@ def _files(folder: str | None, path: str) -> list[Path]:
     if folder is None:
         raise APIError(404, "weights cannot be updated; start the server with --weights-dir", code="no_weights_dir")
     root = Path(folder).resolve()
-    target = (root / path).resolve()
+    try:
+        target = (root / path).resolve()
+    except (OSError, ValueError) as error:  # too long, or with a NUL
+        raise bad_request(f"path: {path!r:.100} is no path", "path") from error
     if not target.is_relative_to(root):
         raise bad_request("path: it leads out of the folder for weights", "path")
     found = sorted(target.glob("*.safetensors")) if target.is_dir() else [target] if target.is_file() else []

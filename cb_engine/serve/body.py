@@ -34,6 +34,10 @@ async def read_body(request: Request, kind: type[M], settings: ServeSettings, wo
 
 async def _read(request: Request, settings: ServeSettings) -> bytes:
     limit = settings.limits.max_body_bytes
+    too_large = APIError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > limit:
+        raise too_large
     pieces: list[bytes] = []
     num_bytes = 0
     try:
@@ -41,7 +45,7 @@ async def _read(request: Request, settings: ServeSettings) -> bytes:
             async for piece in request.stream():
                 num_bytes += len(piece)
                 if num_bytes > limit:
-                    raise APIError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+                    raise too_large
                 pieces.append(piece)
     except TimeoutError:
         raise APIError(408, f"the body did not come within {settings.body_timeout:g} s", code="timeout") from None

@@ -54,6 +54,8 @@ class APIError(Exception):
     def headers(self) -> Mapping[str, str]:
         """Headers that belong to it."""
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        if self.code == "request_failed":  # it would fail again; OpenAI's clients go by this
+            headers["x-should-retry"] = "false"
         if self.status == 401:  # browsers ask for a password where one will do
             headers["www-authenticate"] = "Bearer" if self.code == "invalid_admin_key" else 'Basic realm="cb-engine"'
         return headers

@@ -77,7 +77,7 @@ class Guard:
         host = headers.get(b"host", b"").decode("latin-1")
         name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
         if name.lower() not in self._settings.allowed_hosts:
-            raise APIError(403, f"the host {name!r} is not served here; see --allowed-hosts", code="host_not_allowed")
+            raise APIError(403, f"the host {name!r} is not served here; see --allowed-host", code="host_not_allowed")
 
     def _check_key(self, path: str, headers: Mapping[bytes, bytes]) -> None:
         settings = self._settings

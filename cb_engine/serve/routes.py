@@ -20,7 +20,7 @@ from cb_engine.serve.body import read_body
 from cb_engine.serve.chat import prepare_chat
 from cb_engine.serve.completions import prepare_completion
 from cb_engine.serve.context import ServerContext
-from cb_engine.serve.errors import refusal
+from cb_engine.serve.errors import APIError, refusal
 from cb_engine.serve.generation import Generation, Sample, Usage
 from cb_engine.serve.metrics import CONTENT_TYPE
 from cb_engine.serve.openapi import error_responses, json_route
@@ -69,6 +69,8 @@ async def answer(http: HTTPRequest, context: ServerContext, body: B, prepare: Pr
         APIError and others: nothing has been sent yet. ClientGoneError: nobody waits any more.
     """
     context.check_model(body.model)
+    if body.stream and http.scope["http_version"] == "1.0":
+        raise APIError(400, "stream: HTTP/1.0 has no way to send a stream; use HTTP/1.1", param="stream")
     labels = {name: getattr(body, name, None) for name in ("user", "safety_identifier", "metadata")}
     if any(labels.values()):
         logger.info("%s %s", answer_id, {name: value for name, value in labels.items() if value})
@@ -162,10 +164,16 @@ def _add_reports(router: APIRouter, context: ServerContext) -> None:
         context.check_model(name)
         return _model_card(name, context)
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", summary="200 if requests are taken and answered, else 503 and why.")
     async def health() -> Response:
         found = context.host.health()
-        status = {"status": "ok" if found.is_ok else "unhealthy", "state": found.state, "reason": found.reason}
+        status = {
+            "status": "ok" if found.is_ok else "unhealthy",
+            "state": found.state,
+            "reason": found.reason,
+            "paused": context.host.pause.is_on,
+        }
         return JSONResponse(status, status_code=200 if found.is_ok else 503)
 
     @router.get("/metrics", summary="Figures for Prometheus.", response_class=PlainTextResponse)

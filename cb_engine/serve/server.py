@@ -96,6 +96,8 @@ class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's fast parser keeps as many headers as come; this one does not. What is no HTTP gets an error object."""
 
     max_header_bytes = 64 << 10
+    head_timeout = 60.0  # seconds for a head to come whole, from the connection's begin or the head's own
+    _head_timer: asyncio.TimerHandle | None = None
     _num_pending_bytes = 0  # of a head that is not complete
     _num_header_bytes = 0
     _in_head = True
@@ -104,9 +106,30 @@ class BoundedProtocol(HttpToolsProtocol):
         """See `asyncio.Protocol`."""
         if self._in_head:
             self._num_pending_bytes += len(data)
+            self._begin_head()
         super().data_received(data)
         if self._in_head and self._num_pending_bytes > self.max_header_bytes and not self.transport.is_closing():
             self._refuse(431, "the headers are too large")
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See `asyncio.Protocol`."""
+        super().connection_made(transport)
+        self._begin_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        self._end_head()
+        super().connection_lost(exc)
+
+    def _begin_head(self) -> None:
+        """A connection that never says what it wants would be kept for ever."""
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.head_timeout, self.transport.close)
+
+    def _end_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A callback of the parser."""
@@ -118,6 +141,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """A callback of the parser."""
         self._in_head = False
+        self._end_head()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -164,8 +188,8 @@ def make_server(app: FastAPI, *, host: str, port: int) -> Server:
 
 
 def _protocol(settings: ServeSettings) -> Any:
-    limit = {"max_header_bytes": settings.limits.max_header_bytes}
-    return type("BoundedProtocol", (BoundedProtocol,), limit)
+    limits = {"max_header_bytes": settings.limits.max_header_bytes, "head_timeout": settings.body_timeout}
+    return type("BoundedProtocol", (BoundedProtocol,), limits)
 
 
 def run_server(app: FastAPI, *, host: str, port: int) -> int:

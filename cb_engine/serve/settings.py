@@ -94,6 +94,8 @@ class ServeSettings:
                 raise ValueError(f"{name} must be ASCII text that is not empty, without spaces around it")
         if self.admin_key is not None and self.admin_key == self.api_key:
             raise ValueError("admin_key and api_key are the same; every client could change the weights then")
+        if not all((self.model_name, *self.model_aliases, *self.allowed_hosts)):
+            raise ValueError("model_name, model_aliases and allowed_hosts must hold no empty name")
         for name in ("max_waiting_time", "max_running_time"):
             value = getattr(self, name)
             if value is not None and not value > 0:

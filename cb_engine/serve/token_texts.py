@@ -99,7 +99,15 @@ class CompletionLogprobs:
         if entry is None:
             return None
         # OpenAI's shape: the N best, and the chosen token with them.
-        return {self._texts.text(c.token_id, as_id=self._as_ids): max(c.logprob, _LOWEST) for c in entry}
+        return {self._key(c.token_id): max(c.logprob, _LOWEST) for c in entry}
+
+    def _key(self, token_id: int) -> str:
+        """A text that no other candidate has: bytes that are no characters are spelt out, as OpenAI does."""
+        data = self._texts.data(token_id)
+        try:
+            return f"token_id:{token_id}" if self._as_ids else data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def join_tables(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

@@ -229,3 +229,13 @@ def test_no_more_is_kept_than_the_limits_say(compiled: list[StructuredOutput], m
     compiler.start(StructuredOutput(regex="e" * 30), 1, **ENDS)
     assert [kept.num_chars for kept in compiler._kept] == [30], "the latest is kept whatever its size"
     assert compiled == [values[0], values[1], values[2], values[3], values[1], StructuredOutput(regex="e" * 30)]
+
+
+@pytest.mark.parametrize("name", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
+@pytest.mark.parametrize("bound", [2**53 + 1, -(2**63), 10**30, 1e20], ids=["2**53", "2**63", "10**30", "1e20"])
+def test_bounds_that_would_be_kept_to_only_roughly_are_refused(name: str, bound: float) -> None:
+    schema = {"type": "object", "properties": {"x": {"anyOf": [{"type": "integer", name: bound}]}}}
+    with pytest.raises(ValueError, match=f"{name}=.* is beyond 2"):
+        GrammarCompiler(byte_tokenizer.make_tokenizer(), VOCAB).start(
+            StructuredOutput(json_schema=schema), 1, stop_token_ids=frozenset(), eos_token_ids=frozenset()
+        )

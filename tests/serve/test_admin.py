@@ -36,7 +36,8 @@ def test_a_paused_engine_lets_requests_wait():
         asked = pool.submit(said, rig)
         rig.wait_until(lambda: rig.context.under_way)
         steps = rig.stats().num_steps
-        assert rig.get("/health").status_code == 200
+        assert rig.get("/health").json()["paused"]
+        assert rig.stats().num_waiting == 1, "also before any step has seen it"
         assert admin(rig, "/reset_prefix_cache").status_code == 200
         assert rig.stats().num_steps == steps
         assert admin(rig, "/resume").json() == {"paused": False}
@@ -165,6 +166,7 @@ def test_only_safetensors_below_the_folder_are_read(tmp_path: Path):
     (inside / "bad.safetensors").write_bytes(b"\x80\x04 no safetensors")
     save_file({"unknown.weight": torch.zeros(1)}, inside / "unknown.safetensors")
     save_file({"lm_head.weight": torch.zeros(3)}, inside / "shape.safetensors")
+    save_file({"lm_head.weight": torch.zeros(259, 32, dtype=torch.int32)}, inside / "kind.safetensors")
     with serving(admin_key="secret", weights_dir=str(inside)) as rig:
         before = said(rig)
         for path, message in [
@@ -177,6 +179,9 @@ def test_only_safetensors_below_the_folder_are_read(tmp_path: Path):
             ("bad.safetensors", "no safetensors file"),
             ("unknown.safetensors", "no parameter 'unknown.weight'"),
             ("shape.safetensors", "has shape"),
+            ("kind.safetensors", "the update torch.int32"),
+            ("x" * 5000, "is no path"),
+            ("a\x00b", "is no path"),
         ]:
             answer = admin(rig, "/update_weights", {"path": path})
             assert answer.status_code == 400, path

@@ -99,6 +99,14 @@ def test_what_cannot_be_done_is_refused(rig: ServerRig):
             complete(rig, **fields)
 
 
+def test_candidates_that_are_no_characters_do_not_hide_each_other(rig: ServerRig):
+    choice = complete(rig, logprobs=5, max_tokens=20).choices[0]
+    assert {len(top) for top in choice.logprobs.top_logprobs} <= {5, 6}
+    keys = [key for top in choice.logprobs.top_logprobs for key in top]
+    assert any(key.startswith("bytes:\\x") for key in keys)
+    assert "\ufffd" not in keys
+
+
 def test_log_probabilities_of_a_known_answer():
     with serving(says("ab", "p")) as rig:
         choice = complete(rig, prompt="p", logprobs=0).choices[0]

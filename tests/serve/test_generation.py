@@ -207,6 +207,47 @@ def test_one_request_that_fails_leaves_its_neighbours_alone():
         rig.wait_until_idle()
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1e39}, {"temperature": 10**400}, {"top_k": 2**63}, {"top_k": 2**31}, {"min_tokens": 2**40},
+        {"logit_bias": {"5": 1e300}}, {"repetition_penalty": 1e39}, {"presence_penalty": -1e300}, {"max_tokens": 2**40},
+        {"seed": 2**70}, {"n": 2**40}, {"top_p": 1e-400}, {"min_p": 1e-320}, {"priority": 2**70},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_no_number_fails_a_step(fields: dict[str, Any]):
+    body = {"prompt": "abc", "max_tokens": 3, "return_token_ids": True, **fields}
+    with serving() as rig:
+        for _ in range(4):
+            answer = rig.post("/v1/completions", body)
+            assert answer.status_code in (200, 400), answer.text
+            if answer.status_code == 200:
+                assert all(0 <= i < 259 for i in answer.json()["choices"][0]["token_ids"])
+        assert rig.context.host.num_restarts == 0
+        assert rig.get("/health").status_code == 200
+
+
+def test_requests_that_fail_together_leave_the_engine_alone():
+    """All of a step fail, one by one, and still it is they, as a step of nobody's shows."""
+    model = says("x" * 450)
+
+    def spoil(positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        if bool((positions == 60).any()):
+            raise IndexError("index out of range")
+        return logits
+
+    model.hook.append(spoil)
+    with serving(model) as rig, concurrent.futures.ThreadPoolExecutor() as pool:
+        for _ in range(3):
+            failed = [pool.submit(rig.post, "/v1/chat/completions", LONG) for _ in range(4)]
+            assert {answer.result(30).status_code for answer in failed} == {500}
+        assert failed[0].result().headers["x-should-retry"] == "false"
+        assert rig.context.host.num_restarts == 0
+        assert rig.post("/v1/chat/completions", {**LONG, "max_tokens": 5}).status_code == 200
+        rig.wait_until_idle()
+
+
 def test_a_stream_that_fails_ends_with_an_error_and_done():
     model = says("x" * 450)
 

@@ -241,6 +241,32 @@ def test_bodies_are_bounded():
         assert chunked.status_code == 413
 
 
+def test_a_body_that_is_too_large_is_refused_before_it_comes():
+    from cb_engine.serve.settings import Limits
+
+    with serving(limits=Limits(max_body_bytes=1000)) as rig:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        answer = raw(rig, head + b"connection: close\r\nexpect: 100-continue\r\ncontent-length: 200000\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+def test_connections_that_say_nothing_are_closed():
+    with serving(body_timeout=0.3) as rig:
+        assert raw(rig, b"") == b""
+        assert raw(rig, b"GET /health HTTP/1.1\r\nhost: l") == b""
+        whole = raw(rig, b"GET /health HTTP/1.1\r\nhost: l\r\n\r\nGET /health HTTP/1.1\r\nhost")
+        assert whole.startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_stream_needs_a_version_that_has_them():
+    with serving() as rig:
+        body = b'{"prompt": "a", "stream": true}'
+        head = b"POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        assert raw(rig, head % len(body) + body).startswith(b"HTTP/1.1 400 ")
+        whole = b'{"prompt": "a", "max_tokens": 1}'
+        assert b"chunked" not in raw(rig, head % len(whole) + whole)
+
+
 def test_a_slow_body_is_given_up():
     with serving(body_timeout=0.2) as rig:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"

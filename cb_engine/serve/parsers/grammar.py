@@ -34,7 +34,7 @@ def structured_for_tools(
     """Return the constraint that enforces a `tool_choice`, as fields of the engine's structured output.
 
     The arguments follow the tool's schema; where there is none, they are any object. Between XML tags strings
-    are free text, of which a schema's `enum` and `const` are enforced, but no `pattern` and no length.
+    are free text, of which a schema's `enum` and `const` are enforced; a `pattern`, length or `format` is refused.
 
     Args:
         tools: the request's tools.
@@ -214,6 +214,9 @@ def _calls(lark: _Lark, form: ToolFormat, several: bool) -> str:
     return row
 
 
+_UNKEPT_IN_XML = frozenset({"pattern", "minLength", "maxLength", "format"})
+
+
 def _xml_call(lark: _Lark, name: str, tool: Tool) -> str:
     schema = tool.parameters or {}
     properties = schema.get("properties", {})
@@ -242,6 +245,12 @@ def _xml_value(lark: _Lark, schema: Any, root: Mapping[str, Any]) -> str:
         return f"{_json(whole)} value_end"
     choices = qwen_xml.string_choices(schema)
     if choices is None:
+        unkept = sorted(_UNKEPT_IN_XML & schema.keys()) if isinstance(schema, Mapping) else []
+        if unkept:
+            raise ValueError(
+                f"tools: {unkept[0]!r} of a string parameter cannot be enforced between XML tags; leave it out, use an "
+                'enum, or tool_choice="auto"'
+            )
         return lark.up_to("value_text", qwen_xml.PARAMETER_END) + r' "\n"'
     return f"({' | '.join(map(_quoted, choices))}) value_end"
 

@@ -44,10 +44,14 @@ class RequestModel(StrictModel):
         return {name: value for name, value in data.items() if name not in cls.refused}
 
 
-class StreamOptions(StrictModel):
+class StreamOptions(RequestModel):
     """What a stream holds beside the text."""
 
-    include_usage: bool = False
+    refused: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        "include_obfuscation": ((False,), "chunks are not padded"),
+    }
+
+    include_usage: bool | None = None
 
 
 class JsonSchema(StrictModel):
@@ -148,4 +152,4 @@ class SamplingFields(EngineFields):
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with a chunk on usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)

@@ -101,6 +101,10 @@ class ChatRequest(SamplingFields):
         "web_search_options": ((), "this server searches nothing"),
         "store": ((False,), "answers are not kept"),
         "service_tier": (("auto", "default"), "there is one tier"),
+        "verbosity": (("medium",), "say it in the prompt"),
+        "moderation": ((), "nothing is moderated here"),
+        "prompt_cache_retention": ((), "prompts are kept while there is room"),
+        "prompt_cache_options": ((), "prompts are kept while there is room"),
     }
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]

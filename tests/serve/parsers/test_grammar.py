@@ -322,3 +322,11 @@ def test_a_schema_too_deep_to_be_written_is_refused():
         schema = {"properties": {"a": schema}}
     with pytest.raises(ValueError, match="nested too deeply"):
         structured_for_tools([Tool("f", parameters=schema)], "required", ToolFormat.HERMES)
+
+
+@pytest.mark.parametrize("rule", [{"pattern": "^a$"}, {"maxLength": 3}, {"minLength": 1}, {"format": "date"}], ids=str)
+def test_what_cannot_be_enforced_between_tags_is_refused(rule: dict[str, Any]) -> None:
+    tool = Tool("f", parameters={"type": "object", "properties": {"x": {"type": "string", **rule}}})
+    with pytest.raises(ValueError, match="cannot be enforced between XML tags"):
+        structured_for_tools([tool], "required", ToolFormat.QWEN_XML)
+    assert structured_for_tools([tool], "required", ToolFormat.HERMES)
