@@ -278,7 +278,7 @@ def _bias(value: object) -> _FrozenBias:
                 f"logit_bias[{key}] must be finite, or -inf to ban the token, got {bias}; "
                 "use allowed_token_ids to force one"
             )
-        if bias != -math.inf and abs(bias) > _LARGEST_BIAS:
+        if bias != -math.inf and abs(float(bias)) > _LARGEST_BIAS:
             raise ValueError(f"logit_bias[{key}] must be between -{_LARGEST_BIAS:g} and {_LARGEST_BIAS:g}, or -inf")
         table[key] = float(bias)
     return _FrozenBias(table)

@@ -505,9 +505,12 @@ class TestFailuresStayAlone:  # 16
 
     def test_an_engine_that_fails_hands_over_what_was_finished(self) -> None:
         model = FakeModel()
+        gone: list[bool] = []
 
         def explode(positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
             if (positions >= 6).any():
+                gone.append(True)
+            if gone:  # from now on for everybody
                 raise RuntimeError("the device is gone")
             return logits
 

@@ -108,6 +108,9 @@ def _files(folder: str | None, path: str) -> list[Path]:
     root = Path(folder).resolve()
     try:
         target = (root / path).resolve()
+        target.stat()
+    except FileNotFoundError:
+        pass  # said below
     except (OSError, ValueError) as error:  # too long, or with a NUL
         raise bad_request(f"path: {path!r:.100} is no path", "path") from error
     if not target.is_relative_to(root):

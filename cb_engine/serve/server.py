@@ -124,7 +124,14 @@ class BoundedProtocol(HttpToolsProtocol):
     def _begin_head(self) -> None:
         """A connection that never says what it wants would be kept for ever."""
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self.head_timeout, self.transport.close)
+            self._head_timer = self.loop.call_later(self.head_timeout, self._head_expired)
+
+    def _head_expired(self) -> None:
+        self._head_timer = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._begin_head()  # the beginning of a next one came while this one is answered
+        else:
+            self.transport.close()
 
     def _end_head(self) -> None:
         if self._head_timer is not None:

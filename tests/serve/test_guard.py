@@ -258,6 +258,16 @@ def test_connections_that_say_nothing_are_closed():
         assert whole.startswith(b"HTTP/1.1 200 ")
 
 
+def test_a_next_head_that_never_ends_does_not_cut_what_is_answered():
+    with serving(body_timeout=0.2) as rig:
+        body = b'{"prompt": "a", "stream": true, "max_tokens": 400, "ignore_eos": true}'
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        )
+        answer = raw(rig, head % len(body) + body + b"GET /he")
+        assert b"[DONE]" in answer
+
+
 def test_a_stream_needs_a_version_that_has_them():
     with serving() as rig:
         body = b'{"prompt": "a", "stream": true}'
