@@ -14,6 +14,8 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from cb_engine.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from cb_engine.api.async_engine import AsyncEngine
     from cb_engine.api.attach import attach, detach, weights_changed
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
     from cb_engine.sampling_params import SamplingParams
     from cb_engine.speculative_config import SpeculativeConfig
     from cb_engine.structured_output import StructuredOutput
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AsyncEngine",

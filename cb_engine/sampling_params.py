@@ -18,8 +18,8 @@ from cb_engine.structured_output import StructuredOutput
 
 _GREEDY_BELOW = 1e-5  # logits divided by less leave the range of fp32
 _LARGEST_PENALTY = 1e6
-_LARGEST_TEMPERATURE = 1e6
-_LARGEST_BIAS = 1e30  # the sum with a logit stays within fp32
+_LARGEST_TEMPERATURE = 1e38  # of what fp32 holds
+_LARGEST_BIAS = 3e38
 _LARGEST_COUNT = 2**31 - 1  # devices count in 32 bits
 
 LogprobsMode = Literal["processed", "raw"]

@@ -25,6 +25,7 @@ LAYERS = (
     {"kv_cache", "sampling", "speculative", "attention"},
     {
         "request",
+        "version",
         "sampling_params",
         "structured_output",
         "grammar",

@@ -12,7 +12,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-import cb_engine
 from cb_engine.config import EngineConfig
 from cb_engine.hints import WorkloadHints
 from cb_engine.serve.admin import make_admin_router
@@ -24,6 +23,7 @@ from cb_engine.serve.openapi import publish
 from cb_engine.serve.page import make_page_router
 from cb_engine.serve.routes import BODIES, make_router
 from cb_engine.serve.settings import ServeSettings
+from cb_engine.version import __version__
 
 
 def build_app(
@@ -56,7 +56,7 @@ def build_app(
     app = FastAPI(
         title="cb_engine",
         summary="An OpenAI-compatible server.",
-        version=cb_engine.__version__,
+        version=__version__,
         lifespan=life,
         redirect_slashes=False,
         docs_url=None,  # their pages load scripts from elsewhere

@@ -113,11 +113,9 @@ class Items:
         taken, self._logprobs = self._logprobs, []
         if not self._had_call or not text:
             return taken
-        num_bytes, first = 0, len(taken)
-        while first and num_bytes < len(text.encode()):
-            first -= 1
-            num_bytes += len(taken[first]["bytes"])
-        return taken[first:]
+        spelt = [bytes(entry["bytes"]) for entry in taken]
+        begins = (i for i in range(len(taken)) if b"".join(spelt[i:]).startswith(text.encode()))
+        return taken[next(begins, len(taken)) :]
 
     def _grow(self, kind: str, text: str, logprobs: list[dict[str, Any]] | None = None) -> Typed:
         part = self.items[-1]["content"][0]

@@ -12,7 +12,6 @@ from fastapi import APIRouter
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-import cb_engine
 from cb_engine.api.async_engine import AsyncEngine
 from cb_engine.outputs import GenerationOutput
 from cb_engine.request import Request
@@ -32,6 +31,7 @@ from cb_engine.serve.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from cb_engine.serve.responses import prepare_response
 from cb_engine.serve.sse import EventStream, while_connected
 from cb_engine.serve.tokens import detokenize, tokenize
+from cb_engine.version import __version__
 
 BODIES = (  # for the published description
     ChatRequest,
@@ -182,7 +182,7 @@ def _add_reports(router: APIRouter, context: ServerContext) -> None:
 
     @router.get("/version", summary="The version of cb_engine.")
     async def version() -> dict[str, str]:
-        return {"version": cb_engine.__version__}
+        return {"version": __version__}
 
 
 def _model_card(name: str, context: ServerContext) -> dict[str, Any]:

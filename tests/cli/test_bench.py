@@ -23,6 +23,8 @@ sys.exit(int(sys.argv[1])) if sys.argv[1:2] != ["die"] else os.kill(os.getpid(),
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with scripts that tell how they were called; the package is in no repository."""
+    (tmp_path / "cb_engine").mkdir()
+    (tmp_path / "cb_engine" / "__init__.py").touch()  # it looks like the repository
     (tmp_path / "scripts").mkdir()
     for script, _ in bench.BENCHMARKS.values():
         (tmp_path / "scripts" / script).write_text(SCRIPT)
@@ -34,6 +36,11 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_every_benchmark_is_in_this_repository() -> None:
     for script, _ in bench.BENCHMARKS.values():
         assert bench.find_script(script) == Path(bench.__file__).parents[2] / "scripts" / script
+
+
+def test_scripts_of_any_other_folder_are_left_alone(repository: Path) -> None:
+    (repository / "cb_engine" / "__init__.py").unlink()
+    assert bench.find_script("demo.py") is None
 
 
 def test_list(command: Command, repository: Path) -> None:
