@@ -10,13 +10,13 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from cb_engine.config import EngineConfig
 from cb_engine.hints import WorkloadHints
 from cb_engine.serve.admin import make_admin_router
 from cb_engine.serve.context import ServerContext
-from cb_engine.serve.errors import APIError, as_api_error
+from cb_engine.serve.errors import APIError
 from cb_engine.serve.guard import Guard
 from cb_engine.serve.host import EngineHost
 from cb_engine.serve.openapi import publish
@@ -65,7 +65,7 @@ def build_app(
     app.state.context = context
     for router in (make_router(context), make_admin_router(context), make_page_router(context)):
         app.include_router(router)
-    _handle_errors(app, settings)
+    app.add_exception_handler(HTTPException, _say_what_starlette_means)
     publish(app, BODIES)
     app.add_middleware(Guard, settings=settings, metrics=context.metrics)
     if settings.cors_origins:
@@ -80,20 +80,11 @@ def build_app(
     return app
 
 
-def _handle_errors(app: FastAPI, settings: ServeSettings) -> None:
-    def answer(error: APIError) -> Response:
-        return JSONResponse(error.body(), error.status, dict(error.headers))
-
-    async def ours(request: Request, error: Exception) -> Response:
-        return answer(as_api_error(error, retry_after=settings.retry_after))
-
-    async def starlettes(request: Request, error: Exception) -> Response:
-        status = error.status_code if isinstance(error, HTTPException) else 500
-        text = {404: "there is no such route", 405: "the route has no such method"}.get(status, "the request failed")
-        response = answer(APIError(status, text))
-        if isinstance(error, HTTPException):
-            response.headers.update(error.headers or {})
-        return response
-
-    app.add_exception_handler(APIError, ours)
-    app.add_exception_handler(HTTPException, starlettes)
+async def _say_what_starlette_means(request: Request, error: Exception) -> Response:
+    """Routes and methods that there are not, as error objects. All other errors are the guard's."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    text = {404: "there is no such route", 405: "the route has no such method"}.get(status, "the request failed")
+    response = APIError(status, text).response()
+    if isinstance(error, HTTPException):
+        response.headers.update(error.headers or {})
+    return response

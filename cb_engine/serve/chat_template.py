@@ -27,11 +27,15 @@ _RESERVED = frozenset(
     | {"continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
     | {"return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"}
 )
-
-
 # What a template can meet in messages that its author did not think of.
 _TEMPLATE_FAULTS = (
-    *(jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError),
+    jinja2.TemplateError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
 )
 
 
@@ -64,11 +68,6 @@ class ChatTemplate:
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters
         self._sanitizes = {"sanitize_control_tokens": True} if "sanitize_control_tokens" in parameters else {}
         self._check_variables(self._variables, self._known)
-
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the template tells the model of tools by itself."""
-        return "tools" in self._known
 
     def render(self, conversation: Conversation) -> list[int]:
         """Token ids of a conversation.

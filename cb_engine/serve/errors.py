@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.responses import JSONResponse, Response
+
 from cb_engine.errors import EngineError, EngineStoppedError, QueueFullError
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,10 @@ class APIError(Exception):
         if self.status == 401:  # browsers ask for a password where one will do
             headers["www-authenticate"] = "Bearer" if self.code == "invalid_admin_key" else 'Basic realm="cb-engine"'
         return headers
+
+    def response(self) -> Response:
+        """It as an answer."""
+        return JSONResponse(self.body(), self.status, dict(self.headers))
 
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""

@@ -16,7 +16,6 @@ import time
 import uuid
 from collections.abc import Mapping
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cb_engine.serve.errors import APIError, ClientGoneError, as_api_error
@@ -55,8 +54,7 @@ class Guard:
         except Exception as error:
             refusal = as_api_error(error, retry_after=self._settings.retry_after)
             if exchange.status is None:
-                answer = JSONResponse(refusal.body(), refusal.status, dict(refusal.headers))
-                await answer(scope, receive, exchange.send)
+                await refusal.response()(scope, receive, exchange.send)
         finally:
             exchange.log()
 

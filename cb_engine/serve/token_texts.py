@@ -103,9 +103,11 @@ class CompletionLogprobs:
 
     def _key(self, token_id: int) -> str:
         """A text that no other candidate has: bytes that are no characters are spelt out, as OpenAI does."""
+        if self._as_ids:
+            return self._texts.text(token_id, as_id=True)
         data = self._texts.data(token_id)
         try:
-            return f"token_id:{token_id}" if self._as_ids else data.decode()
+            return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
