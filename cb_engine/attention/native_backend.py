@@ -25,6 +25,8 @@ from cb_engine.native import build
 _LANES = 16  # kLanes of kernel_api.h
 _HUGE_PAGE = 2 * 1024 * 1024
 _MADV_HUGEPAGE = 14
+_SMALL_PAGE = 4096
+_GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, without their whole parts, fill the range from 0 to 1 evenly
 
 
 class NativeBackend(AttentionBackend):
@@ -42,6 +44,7 @@ class NativeBackend(AttentionBackend):
                 "the native attention kernel could not be built; see the warning, or use another backend"
             )
         self._attention = torch.ops.cb_engine.paged_attention.default
+        self._num_tensors = 0  # allocated so far
 
     @staticmethod
     def is_available() -> bool:
@@ -57,7 +60,11 @@ class NativeBackend(AttentionBackend):
         heads = (num_blocks, spec.num_kv_heads)
         k_shape = (*heads, spec.block_size // wide, -(-spec.head_dim // pair), wide, pair)
         v_shape = (*heads, -(-spec.block_size // pair), -(-spec.head_dim // _LANES) * _LANES, pair)
-        return KVCache(k=_on_huge_pages(k_shape, spec.dtype), v=_on_huge_pages(v_shape, spec.dtype))
+        return KVCache(k=self._allocate(k_shape, spec.dtype), v=self._allocate(v_shape, spec.dtype))
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self._num_tensors += 1
+        return _on_huge_pages(shape, dtype, self._num_tensors * _GOLDEN % 1)
 
     def run(
         self,
@@ -90,19 +97,23 @@ class NativeBackend(AttentionBackend):
         )
 
 
-def _on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype, start: float) -> torch.Tensor:
     """Memory on huge pages where the system has them: blocks lie scattered, and small pages cost a look-up each.
 
-    It is not written to here, so that a block takes memory only once it is used.
+    It is not written to here, so that a block takes memory only once it is used. The system fills a huge page with
+    zeros then, which takes it up to some milliseconds; if all layers came to the end of a page with the same block,
+    one step would wait for all of them.
+
+    Args:
+        start: where in a huge page the tensor begins, from 0 up to 1; another place for each layer.
     """
     count = math.prod(shape)
     if sys.platform != "linux" or count * dtype.itemsize < 2 * _HUGE_PAGE:
         return torch.empty(shape, dtype=dtype)
-    spare = _HUGE_PAGE // dtype.itemsize
-    raw = torch.empty(count + spare, dtype=dtype)  # not touched yet, so its pages do not exist
-    skip = -raw.data_ptr() % _HUGE_PAGE // dtype.itemsize
-    tensor = raw[skip : skip + count]
+    raw = torch.empty(count + 2 * _HUGE_PAGE // dtype.itemsize, dtype=dtype)  # not touched, so its pages do not exist
+    aligned = -raw.data_ptr() % _HUGE_PAGE
+    skip = (aligned + int(start * _HUGE_PAGE) // _SMALL_PAGE * _SMALL_PAGE) // dtype.itemsize
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    advise(tensor.data_ptr(), count * dtype.itemsize, _MADV_HUGEPAGE)  # advice: a refusal changes nothing
-    return tensor.view(shape)
+    advise(raw.data_ptr() + aligned, count * dtype.itemsize + _HUGE_PAGE, _MADV_HUGEPAGE)  # a refusal changes nothing
+    return raw[skip : skip + count].view(shape)

@@ -106,6 +106,7 @@ class EngineHost:
             await _in_thread(lambda: attach(self._model, tokenizer=self._tokenizer))
             self._engine = await self._make_engine()
             ready(self._model, self._tokenizer)
+            await asyncio.to_thread(_settle)
         except Exception as error:
             logger.error("the model could not be loaded: %s", error)
             logger.debug("loading failed", exc_info=True)
@@ -133,6 +134,7 @@ class EngineHost:
         try:
             await asyncio.to_thread(_discard, self._engine.manager)  # its memory goes before the next one comes
             self._engine = await self._make_engine()
+            await asyncio.to_thread(_settle)
         except Exception:
             logger.exception("the engine could not be made anew")
             self.state = State.DEAD
@@ -167,6 +169,7 @@ class EngineHost:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        gc.unfreeze()
 
     # ---- questions -------------------------------------------------------------------------------------------
 
@@ -217,10 +220,18 @@ async def _in_thread(work: Callable[[], T]) -> T:
     return await asyncio.to_thread(run)
 
 
+def _settle() -> None:
+    """What there is now stays: the garbage collector need not look at it again. It would take a quarter of a second,
+    with every request waiting, for the half million objects of torch, transformers and the model."""
+    gc.collect()
+    gc.freeze()
+
+
 def _discard(manager: ContinuousBatchingManager) -> None:
     """Gives all memory of a failed engine back. Its module tree, packed weights and all, is a cycle that nobody would
     look for until much later, and what glibc keeps of it is in pieces that the next engine's tensors do not fit in."""
     manager.destroy()
+    gc.unfreeze()
     gc.collect()
     release_host_memory()
 

@@ -405,6 +405,21 @@ def test_pool_is_aligned_and_takes_memory_only_where_it_is_used() -> None:
     cache = NativeBackend().allocate(KVSpec(3, 64, torch.bfloat16, 32), 40_000, torch.device("cpu"))
     assert cache.k.nbytes + cache.v.nbytes > 900 << 20
     assert psutil.Process().memory_info().rss - before < 200 << 20
-    assert cache.k.data_ptr() % (2 << 20) == 0
+    assert cache.k.data_ptr() % 4096 == cache.v.data_ptr() % 4096 == 0
     assert cache.k.is_contiguous()
     assert len(cache.k) == len(cache.v) == 40_000
+
+
+def test_layers_come_to_the_end_of_a_huge_page_with_different_blocks() -> None:
+    """A page that is touched first costs up to milliseconds: one step must not pay for those of all layers."""
+    backend, huge_page = NativeBackend(), 2 << 20
+    spec = KVSpec(3, 64, torch.bfloat16, 32)
+    tensors = [t for _ in range(30) for c in [backend.allocate(spec, 4000, torch.device("cpu"))] for t in (c.k, c.v)]
+    block_bytes = tensors[0][0].nbytes
+    crossing = [0] * 4000
+    for tensor in tensors:
+        for block in range(1, 4000):
+            begin = tensor.data_ptr() + block * block_bytes
+            crossing[block] += (begin - 1) // huge_page != (begin + block_bytes - 1) // huge_page
+    assert sum(crossing) > 60 * 20
+    assert max(crossing) <= 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import logging
 import threading
 import weakref
@@ -59,3 +60,12 @@ def test_threads_that_have_computed_let_go_of_their_workers(monkeypatch: pytest.
         pass
     assert len(released) == 4  # model, attach, engine, warm-up
     assert threading.get_ident() not in released
+
+
+def test_the_garbage_collector_leaves_a_running_server_alone():
+    """A full collection holds all requests up, for a quarter of a second with the modules that a server loads."""
+    assert not gc.get_freeze_count()
+    with serving():
+        assert gc.get_freeze_count() > 100_000
+        assert len(gc.get_objects()) < gc.get_freeze_count() / 10
+    assert not gc.get_freeze_count()
