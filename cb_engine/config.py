@@ -43,7 +43,8 @@ class EngineConfig:
         attention_backend: "torch", "native", "static" (plain PyTorch without data-dependent shapes), or "auto": native
             where it can be built.
         scheduler_type: "fifo" lets decodes go first, "prefill_first" lets prompts.
-        max_queue_size, max_queued_tokens: requests, and tokens of their prompts, that may wait; 0 is unlimited.
+        max_queue_size, max_queued_tokens: requests without a seat, and tokens of their prompts, that may wait; 0 is
+            unlimited.
         running_on_weight_change: what becomes of running requests when weights change under them.
         return_logprobs: report the log-probability of every sampled token, also where SamplingParams asks for none.
         seed: makes requests without a seed of their own reproducible too, given the order of submission.

@@ -287,18 +287,23 @@ def check_scheduler_type() -> None:
 
 
 def check_max_queue_size() -> None:
-    engine = engine_of(max_queue_size=2)
-    for _ in range(2):
+    engine = engine_of(max_queue_size=2, max_num_seqs=3)
+    for first in range(5, 10):  # three have seats
+        engine.add_request([first, *PROMPT], GREEDY)
+    with pytest.raises(cb_engine.QueueFullError, match="2 requests wait already, max_queue_size is 2"):
         engine.add_request(PROMPT, GREEDY)
-    with pytest.raises(cb_engine.QueueFullError):
+    engine.step()
+    assert (engine.stats().num_running, engine.stats().num_waiting) == (3, 2)
+    with pytest.raises(cb_engine.QueueFullError, match="2 requests wait already"):
         engine.add_request(PROMPT, GREEDY)
+    run(engine)
 
 
 def check_max_queued_tokens() -> None:
-    engine = engine_of(max_queued_tokens=len(PROMPT) + 1)
-    for _ in range(2):
+    engine = engine_of(max_queued_tokens=len(PROMPT) + 1, max_num_seqs=3)
+    for _ in range(5):  # three have seats
         engine.add_request(PROMPT, GREEDY)
-    assert engine.num_queued_tokens == 2 * len(PROMPT)
+    assert engine.num_queued_tokens == 5 * len(PROMPT)
     with pytest.raises(cb_engine.QueueFullError, match="max_queued_tokens is 6"):
         engine.add_request(PROMPT, GREEDY)
     run(engine)

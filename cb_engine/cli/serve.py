@@ -164,7 +164,7 @@ class LimitOptions:
         typer.Option(
             "--max-queued-requests",
             "--max-num-queued-reqs",
-            help="Requests that may wait before others get 429; 0: any number.",
+            help="Requests that may wait for a seat before others get 429; 0: any number.",
             rich_help_panel=LIMITS,
         ),
     ] = 1024
