@@ -165,6 +165,9 @@ class Generation:
             self._engine.check_health()
         except (EngineError, EngineStoppedError):
             return engine_failed(self._settings.retry_after)
+        grammar = self._requests[self._choices[output.request_id]].grammar
+        if grammar is not None and grammar.error is not None:  # the work that it takes has a limit
+            return APIError(400, f"the form cannot be kept to: {grammar.error}; simplify it", code="form_failed")
         self._metrics.corrupted()
         return APIError(500, f"the request failed: {output.error}", code="request_failed")
 

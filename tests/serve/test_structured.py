@@ -138,6 +138,17 @@ def test_bad_forms_are_refused(rig: ServerRig, fields: dict[str, Any]):
     assert len(error) < 500
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_form_that_is_too_much_work_is_the_clients_fault(rig: ServerRig, stream: bool):
+    form = {"structured_outputs": {"regex": "(ab|cd)*" * 500}, "ignore_eos": True, "stream": stream}
+    answer = rig.post("/v1/chat/completions", {**CHAT, **form, "temperature": 1.0, "max_tokens": 40})
+    assert answer.status_code == 400  # it fails before its first token
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "form_failed")
+    assert "the grammar failed: lexer error: too many expressions constructed; simplify it" in error["message"]
+    assert rig.get("/health").status_code == 200
+
+
 def test_grammars_are_compiled_off_the_loop_and_off_the_engine(rig: ServerRig, monkeypatch: pytest.MonkeyPatch):
     threads: list[str] = []
     start = GrammarCompiler.start
