@@ -38,6 +38,8 @@ from cb_engine.scheduler.output import ModelOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
+_SMALLEST_STEP = Bucket(StepKind.PREFILL, 1, 1, 1)
+
 
 class StepFailedError(CBEngineError):
     """No request of a plan could be computed."""
@@ -224,7 +226,7 @@ class ModelRunner:
     def works(self) -> bool:
         """Whether a step of nobody's can be computed. If so, one that failed is its requests' own fault."""
         warmed = [b for b in self.coverage.warmed if not b.kind.is_draft and b.kind is not StepKind.VERIFY]
-        bucket = min(warmed, default=Bucket(StepKind.PREFILL, 1, 1, 1), key=lambda b: (b.num_tokens, b.num_blocks))
+        bucket = min(warmed, default=_SMALLEST_STEP, key=lambda b: (b.num_tokens, b.num_blocks))
         try:
             self._warm_target(bucket)
         except Exception:
@@ -343,6 +345,7 @@ class ModelRunner:
     def warmup(self, progress: Callable[[int, int], object] | None = None, *, compile_only: bool = False) -> int:
         """Runs the step's own functions over every listed shape, largest first, then freezes the list: forward, sampler
         and acceptance of the target, all passes of the drafter, and copies of blocks. No value is read from the device.
+        Where nothing is padded, one small step makes what is made at first use.
 
         Args:
             progress: called with (shapes done, shapes in all) after each.
@@ -362,6 +365,8 @@ class ModelRunner:
                 if progress is not None:
                     progress(done, len(shapes))
             self._warm_copies()
+        if not shapes and not compile_only:
+            self._warm_target(_SMALLEST_STEP)
         return len(shapes)
 
     def _warm_copies(self) -> None:
@@ -376,7 +381,7 @@ class ModelRunner:
 
     def _warm_target(self, bucket: Bucket) -> None:
         tables = [np.zeros((0, 0), np.int32) for _ in self._groups]
-        num_logits = self._num_logits(bucket)
+        num_logits = self._num_logits(bucket) or 1
         static = self.executor.is_static
         batch = make_input_batch(
             (), tables, bucket, self._config.block_size, num_logits=num_logits, static_sizes=static

@@ -39,6 +39,25 @@ class TestLife:
         manager.stop()
         assert not manager.is_running()
 
+    def test_warm_up_runs_a_step_of_nobodys_where_nothing_is_padded(self, model: Any) -> None:
+        steps: list[int] = []
+
+        def count(positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            steps.append(len(positions))
+            return logits
+
+        manager = model.init_continuous_batching()
+        model.hook.append(count)
+        manager.warmup()
+        assert steps == [1]
+        assert manager.warmed_up
+        stats = manager.stats()
+        assert (stats.num_steps, stats.live_blocks, stats.cached_blocks, stats.num_missed_shapes) == (0, 0, 0, 0)
+        manager.start()
+        request_id = manager.add_request([1, 2], max_new_tokens=3)
+        assert manager.get_result(request_id).generated_tokens == expected([1, 2], 3)
+        manager.stop()
+
     def test_stop_finishes_accepted_work_and_hard_stop_aborts_it(self, model: Any) -> None:
         for hard, reason in ((False, "length"), (True, "abort")):
             manager = model.init_continuous_batching()
