@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -425,6 +426,14 @@ class Engine:
         self._blocks.reset_prefix_cache()
 
     # ---- questions -------------------------------------------------------------------------------------------
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens of the longest sequence, prompt and answer, that can be computed: what the model, the settings and the
+        pool of blocks allow."""
+        lengths = range(1, self.config.max_model_len + 1)
+        chunk = self.config.max_prefill_chunk
+        return bisect_left(lengths, True, key=lambda n: self._blocks.capacity_shortage(n, chunk) is not None)
 
     def stats(self) -> EngineStats:
         """A snapshot of all counters."""

@@ -134,6 +134,11 @@ class Intake:
                 f"the prompt has {len(token_ids)} tokens and the maximum length is {limit}, which leaves nothing to "
                 "generate; shorten the prompt, or raise max_model_len if it was set below the model's own limit"
             )
+        if params.min_tokens > limit - len(token_ids):
+            raise ValueError(
+                f"min_tokens={params.min_tokens} do not fit behind the prompt of {len(token_ids)} tokens: the maximum "
+                f"length is {limit}; ask for fewer, or shorten the prompt"
+            )
         # Of one token or none, nothing is computed beyond the prompt.
         num_tokens = len(token_ids) + (params.max_tokens is None or params.max_tokens > 1)
         shortage = self._blocks.capacity_shortage(num_tokens, self._config.max_prefill_chunk)
@@ -180,6 +185,7 @@ def to_token_ids(prompt: Any, tokenizer: Any | None) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise TypeError("a text prompt needs a tokenizer: pass tokenizer= to attach, or give token ids")
+        _check_unicode(prompt)
         return [int(i) for i in tokenizer(prompt)["input_ids"]]
     if hasattr(prompt, "tolist"):  # tensors and arrays
         prompt = prompt.tolist()
@@ -194,6 +200,13 @@ def to_token_ids(prompt: Any, tokenizer: Any | None) -> list[int]:
         if isinstance(token, bool) or not isinstance(token, Integral):
             raise TypeError(f"a prompt holds token ids, and {token!r} is none")
     return [int(token) for token in prompt]
+
+
+def _check_unicode(prompt: str) -> None:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # tokenizers only say that they want text
+        raise ValueError(f"the prompt holds half of a surrogate pair at {error.start}; remove it") from None
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import byte_tokenizer
 import pytest
 import tiny
 
@@ -25,3 +26,19 @@ def test_a_device_with_static_shapes_reports_twenty_logprobs(static: bool) -> No
             assert output.request_id == request_id
             assert output.top_logprobs is not None
             assert len(output.top_logprobs[0]) in (wanted, wanted + 1)
+
+
+def test_a_minimum_that_does_not_fit_is_refused() -> None:
+    engine = Engine(tiny.make_model("llama"), config={"block_size": 4, "max_model_len": 16}, eos_token_id=-1)
+    with pytest.raises(ValueError, match="min_tokens=14 do not fit behind the prompt of 3 tokens"):
+        engine.add_request([1, 2, 3], SamplingParams(min_tokens=14))
+    engine.add_request([1, 2, 3], SamplingParams(min_tokens=13))
+    (output,) = (o for _ in range(20) for o in engine.step() if o.is_finished())
+    assert (len(output.generated_tokens), output.finish_reason) == (13, "length")
+
+
+def test_half_a_character_is_named() -> None:
+    tokenizer = byte_tokenizer.make_tokenizer()
+    engine = Engine(tiny.make_model("llama"), config={"block_size": 4, "max_model_len": 16}, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="the prompt holds half of a surrogate pair at 2"):
+        engine.add_request("ab\ud800")

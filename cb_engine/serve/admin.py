@@ -62,7 +62,7 @@ def make_admin_router(context: ServerContext) -> APIRouter:
     async def update_weights(http: Request) -> Response:
         body = await read_body(http, UpdateWeightsRequest, context.settings, context.workers)
         engine = manager()
-        version = await asyncio.to_thread(_update, engine, pause, context.settings.weights_dir, body.path)
+        version = await asyncio.to_thread(_update, engine, pause, context.settings.weights_dir, body)
         return JSONResponse({"weight_version": version})
 
     return router
@@ -83,17 +83,17 @@ def _weight_info(manager: ContinuousBatchingManager, model: torch.nn.Module) -> 
     return {"weight_version": manager.engine.weight_version, "parameters": parameters}
 
 
-def _update(manager: ContinuousBatchingManager, pause: Pause, folder: str | None, path: str) -> int:
+def _update(manager: ContinuousBatchingManager, pause: Pause, folder: str | None, body: UpdateWeightsRequest) -> int:
     tensors: dict[str, torch.Tensor] = {}
-    for file in _files(folder, path):
+    for file in _files(folder, body.path):
         try:
             tensors |= load_file(file)
         except (SafetensorError, OSError) as error:
-            raise bad_request(f"path: {path!r} holds a file that is no safetensors file", "path") from error
+            raise bad_request(f"path: {body.path!r} holds a file that is no safetensors file", "path") from error
     try:
         pause.call(lambda: manager.update_weights(tensors))
     except (ValueError, TypeError) as error:
-        raise refusal(error) from error
+        raise refusal(error, body) from error
     return manager.engine.weight_version
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, from_json
 from starlette.requests import ClientDisconnect, Request
 
-from cb_engine.serve.errors import APIError, ClientGoneError
+from cb_engine.serve.errors import APIError, ClientGoneError, named_field
 from cb_engine.serve.settings import ServeSettings
 from cb_engine.serve.text_workers import TextWorkers
 
 M = TypeVar("M", bound=BaseModel)
 
-_ALTERNATIVES = frozenset({"str", "int", "float", "bool", "text", "texts", "ids"})
 _SMALL = 64 << 10  # bytes that are parsed in less time than a thread takes to start on them
 
 
@@ -23,7 +23,7 @@ async def read_body(request: Request, kind: type[M], settings: ServeSettings, wo
     """The body of a request.
 
     Raises:
-        APIError: it is too large, too slow, no JSON, or not what `kind` says.
+        APIError: it is too large, too slow, compressed, no JSON, or not what `kind` says.
         ClientGoneError: the client went away before it was there.
     """
     body = await _read(request, settings)
@@ -33,6 +33,9 @@ async def read_body(request: Request, kind: type[M], settings: ServeSettings, wo
 
 
 async def _read(request: Request, settings: ServeSettings) -> bytes:
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise APIError(415, f"content-encoding {encoding!r:.40} is not taken; send the body as it is", code="encoded")
     limit = settings.limits.max_body_bytes
     too_large = APIError(413, f"the body is larger than {limit} bytes", code="body_too_large")
     announced = request.headers.get("content-length", "")
@@ -58,23 +61,31 @@ def _parse(body: bytes, kind: type[M]) -> M:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise _explain(error.errors(include_url=False, include_context=False, include_input=False)) from None
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+    raise _explain(errors, body, kind)
 
 
-def _explain(errors: list[ErrorDetails]) -> APIError:
+def _explain(errors: list[ErrorDetails], body: bytes, kind: type[BaseModel]) -> APIError:
     """OpenAI's error object has room for one: the one that went deepest, since of a union's alternatives it is the one
-    that was meant."""
-    first = max(errors, key=lambda error: len(error["loc"]))
-    path = ".".join(str(part) for part in first["loc"] if not _is_alternative(part)) or None
-    if first["type"] == "extra_forbidden":
-        return APIError(400, f"unknown field {path!r}; leave it out", param=path, code="unknown_field")
+    that was meant, and of those rather one that took the value's type."""
+    first = max(errors, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":
         return APIError(400, f"the body is no JSON: {message}", code="invalid_json")
-    named = path if path is None or first["type"] != "value_error" else None
-    return APIError(400, message if named is None else f"{named}: {message}", param=path, code="invalid_value")
+    path = ".".join(map(str, _fields(first["loc"], from_json(body), first["type"] == "missing"))) or None
+    if first["type"] == "extra_forbidden":
+        return APIError(400, f"unknown field {path!r}; leave it out", param=path, code="unknown_field")
+    if first["type"] == "value_error":  # our own words, which begin with the field's name where there is one
+        return APIError(400, message, param=path or named_field(message, kind), code="invalid_value")
+    return APIError(400, message if path is None else f"{path}: {message}", param=path, code="invalid_value")
 
 
-def _is_alternative(part: int | str) -> bool:
-    """Whether a part of an error's place is pydantic's name for one alternative of a union, and no field."""
-    return (isinstance(part, str) and not part.isidentifier()) or part in _ALTERNATIVES or str(part)[:1].isupper()
+def _fields(place: Sequence[int | str], value: Any, is_missing: bool) -> list[int | str]:
+    """The parts of an error's place that a client knows; pydantic puts names of a union's alternatives among them."""
+    found: list[int | str] = []
+    for part in place:
+        inside = range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ()
+        if part in inside:
+            value = value[part]
+            found.append(part)
+    return [*found, place[-1]] if is_missing else found

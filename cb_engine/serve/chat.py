@@ -14,7 +14,7 @@ from cb_engine.api.async_engine import AsyncEngine
 from cb_engine.outputs import GenerationOutput
 from cb_engine.request import Request
 from cb_engine.sampling_params import SamplingParams
-from cb_engine.serve.chunks import stream_chunks
+from cb_engine.serve.chunks import stream_chunks, usage_so_far
 from cb_engine.serve.context import LoadedModel, ServerContext
 from cb_engine.serve.conversation import conversation_of
 from cb_engine.serve.generation import Generation, Sample, Usage
@@ -46,6 +46,7 @@ class Dialogue:
     token_ids: list[int]
     params: SamplingParams
     tools: tuple[Tool, ...]  # that the model may call
+    has_to_call: bool
     starts_in_reasoning: bool
 
     def reasoning_tokens(self, model: LoadedModel) -> ReasoningTokens:
@@ -59,6 +60,7 @@ class Dialogue:
             reasoning=model.reasoning,
             starts_in_reasoning=self.starts_in_reasoning,
             functions=self.tools,
+            only_calls=self.has_to_call,
         )
 
 
@@ -76,16 +78,17 @@ def prepare_dialogue(request: ChatRequest, context: ServerContext) -> Dialogue:
         conversation = replace(conversation, tools=())
     token_ids = model.template.render(conversation)
     in_reasoning = model.reasoning is not None and model.reasoning.is_open_in(_end_of(model, token_ids))
+    enforced = _enforced(request, tools, model, in_reasoning)
     params = sampling_params(
         request,
         defaults={**model.defaults, **_visible_markers(model, bool(tools) and told)},
         limits=context.settings.limits,
         max_tokens=request.token_limit,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        structured=_enforced(request, tools, model, in_reasoning),
+        structured=enforced,
         around_form=_free_reasoning(model, in_reasoning),
     )
-    return Dialogue(token_ids, params, tools if told else (), in_reasoning)
+    return Dialogue(token_ids, params, tools if told else (), enforced is not None, in_reasoning)
 
 
 def _end_of(model: LoadedModel, token_ids: Sequence[int]) -> str:
@@ -144,6 +147,7 @@ class ChatAnswer:
         self._parsers = [dialogue.parser(self._model) for _ in range(request.num_samples)]
         self._reasoning_tokens = [dialogue.reasoning_tokens(self._model) for _ in range(request.num_samples)]
         self._has_called = [False] * request.num_samples
+        self._usage: Usage | None = None  # of a stream
         self._started = set[int]()  # choices that a chunk has gone out of
 
     # ---- whole -------------------------------------------------------------------------------------------------
@@ -178,6 +182,7 @@ class ChatAnswer:
 
     def chunks(self, generation: Generation, first: Sequence[Sample]) -> AsyncGenerator[bytes, None]:
         """The events of a stream; see `stream_chunks`."""
+        self._usage = generation.usage
         return stream_chunks(
             generation,
             first,
@@ -223,7 +228,7 @@ class ChatAnswer:
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = self._head("chat.completion.chunk") | {"choices": choices}
-        return chunk | {"usage": None} if self._request.includes_usage else chunk
+        return chunk | usage_so_far(self._request, self._usage)
 
     # ---- both --------------------------------------------------------------------------------------------------
 
@@ -248,9 +253,9 @@ class ChatAnswer:
     def _finish_reason(self, sample: Sample) -> str | None:
         """OpenAI's word for an end. A call that was cut off is no call: its client must not run it."""
         reason = sample.output.finish_reason
-        if reason == "stop" and self._has_called[sample.choice]:
-            return "length" if self._parsers[sample.choice].is_truncated else "tool_calls"
-        return reason
+        if reason == "stop" and self._parsers[sample.choice].is_truncated:
+            return "length"
+        return "tool_calls" if reason == "stop" and self._has_called[sample.choice] else reason
 
     def _details(self, output: GenerationOutput) -> dict[str, Any]:
         """What a choice holds beside its text."""

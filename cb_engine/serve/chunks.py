@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from cb_engine.serve.errors import as_api_error
-from cb_engine.serve.generation import Generation, Sample
+from cb_engine.serve.generation import Generation, Sample, Usage
+from cb_engine.serve.protocol.base import SamplingFields
 from cb_engine.serve.sse import DONE, event
 
 
@@ -36,3 +37,10 @@ async def stream_chunks(
     except Exception as error:
         yield event(as_api_error(error, retry_after=retry_after).body())
     yield DONE
+
+
+def usage_so_far(request: SamplingFields, usage: Usage | None) -> dict[str, Any]:
+    """The field of every chunk, where usage is wanted at all: null, unless it is wanted all the time."""
+    if not request.includes_usage:
+        return {}
+    return {"usage": usage.as_openai() if usage is not None and request.includes_usage_so_far else None}

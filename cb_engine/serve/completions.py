@@ -10,7 +10,7 @@ from cb_engine.api.async_engine import AsyncEngine
 from cb_engine.outputs import GenerationOutput
 from cb_engine.request import Request
 from cb_engine.sampling_params import SamplingParams
-from cb_engine.serve.chunks import stream_chunks
+from cb_engine.serve.chunks import stream_chunks, usage_so_far
 from cb_engine.serve.context import ServerContext
 from cb_engine.serve.errors import bad_request
 from cb_engine.serve.generation import Generation, Sample, Usage
@@ -62,6 +62,7 @@ class CompletionAnswer:
             CompletionLogprobs(self._texts, request.logprobs or 0, as_ids=bool(request.return_tokens_as_token_ids))
             for _ in range(num_choices)
         ]
+        self._usage: Usage | None = None  # of a stream
         self._started = set[int]()
 
     def whole(self, outputs: Sequence[GenerationOutput], usage: Usage) -> dict[str, Any]:
@@ -71,6 +72,7 @@ class CompletionAnswer:
 
     def chunks(self, generation: Generation, first: Sequence[Sample]) -> AsyncGenerator[bytes, None]:
         """The events of a stream; see `stream_chunks`."""
+        self._usage = generation.usage
         return stream_chunks(
             generation,
             first,
@@ -84,7 +86,7 @@ class CompletionAnswer:
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = self._head() | {"choices": choices}
-        return chunk | {"usage": None} if self._request.includes_usage else chunk
+        return chunk | usage_so_far(self._request, self._usage)
 
     def _choice(self, sample: Sample) -> dict[str, Any]:
         """A choice, or the next piece of one."""

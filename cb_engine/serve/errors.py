@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
 from cb_engine.errors import EngineError, EngineStoppedError, QueueFullError
@@ -87,10 +88,22 @@ def engine_failed(retry_after: int | None) -> APIError:
     return APIError(503, message, code="engine_failed", retry_after=retry_after)
 
 
-def refusal(error: ValueError | TypeError) -> APIError:
+def refusal(error: ValueError | TypeError, body: BaseModel) -> APIError:
     """What a client is told of an error at the door, where our own messages name what is wrong."""
-    named = re.match(r"(\w[\w.\[\]]*)(:| must |=)", str(error))  # as they begin
-    return bad_request(str(error), None if named is None else named[1])
+    message = str(error)
+    form_field: str | None = getattr(body, "form_field", None)
+    if form_field is not None and message.startswith("structured"):  # the engine's word for it
+        return bad_request(f"{form_field}: {message.removeprefix('structured.')}", form_field)
+    return bad_request(message, named_field(message, type(body)))
+
+
+def named_field(message: str, kind: type[BaseModel]) -> str | None:
+    """The field of a body that a message begins with, as our own do."""
+    found = re.match(r"(\w+)(\.\w+|\[\d+\])*", message)
+    if found is None:
+        return None
+    known = kind.model_fields.keys() | getattr(kind, "refused", {}).keys()
+    return found[0] if found[1] in known else None
 
 
 def as_api_error(error: Exception, *, retry_after: int) -> APIError:

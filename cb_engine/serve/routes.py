@@ -80,7 +80,7 @@ async def answer(http: HTTPRequest, context: ServerContext, body: B, prepare: Pr
         try:
             writer, groups = await prepare(body, engine, context, answer_id)
         except (ValueError, TypeError) as error:
-            raise refusal(error) from error
+            raise refusal(error, body) from error
         generation = Generation(engine, groups, context.settings, context.metrics, context.under_way)
         generation.submit()
         try:

@@ -54,7 +54,7 @@ def sampling_params(
         fields["logit_bias"] = {_token_id(key): value for key, value in request.logit_bias.items()}
     form = _form_of(request, structured, around_form)
     if form is not None:
-        fields["structured"] = _checked(form, request)
+        fields["structured"] = StructuredOutput.of(form)
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **fields)
 
 
@@ -110,15 +110,6 @@ def _form_of(
     if not given:
         return None
     return structured if structured is not None else around(next(iter(given.values())))
-
-
-def _checked(form: Mapping[str, Any], request: SamplingFields) -> StructuredOutput:
-    try:
-        return StructuredOutput.of(form)
-    except (ValueError, TypeError) as error:
-        sources = {"structured_outputs": request.structured_outputs, "response_format": request.response_format}
-        name = next((name for name, given in sources.items() if given is not None), "tool_choice")
-        raise bad_request(f"{name}: {error}", name) from error
 
 
 def _form_of_response(response_format: ResponseFormat | None) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -21,10 +22,13 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 
+_LINE_ENDS = re.compile("[\x85\u2028\u2029]")  # JSON spells the others out anyway
+
 
 def to_json(value: Any) -> bytes:
-    """Compact JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    """Compact JSON on one line, also for readers that end lines where Unicode does."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return _LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode()
 
 
 def event(value: Any, name: str | None = None) -> bytes:

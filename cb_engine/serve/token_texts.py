@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -65,7 +66,8 @@ class CompletionLogprobs:
 
     def __init__(self, texts: TokenTexts, num_top: int, *, as_ids: bool) -> None:
         self._texts, self._num_top, self._as_ids = texts, num_top, as_ids
-        self._offset = 0
+        self._offset = 0  # whole characters so far
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of_output(self, output: GenerationOutput) -> dict[str, Any]:
         """Of generated tokens; pieces of a stream go on where the last one ended."""
@@ -85,9 +87,9 @@ class CompletionLogprobs:
     ) -> dict[str, Any]:
         tokens, offsets = [], []
         for token_id in token_ids:
-            tokens.append(self._texts.text(token_id, as_id=self._as_ids))
+            tokens.append(self._key(token_id))
             offsets.append(self._offset)
-            self._offset += len(self._texts.text(token_id))
+            self._offset += len(self._decoder.decode(self._texts.data(token_id)))
         return {
             "tokens": tokens,
             "token_logprobs": [None if value is None else max(value, _LOWEST) for value in logprobs],

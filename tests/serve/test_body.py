@@ -44,6 +44,12 @@ def test_what_is_no_body_is_said_so(rig: ServerRig, content: bytes, message: str
     assert rig.get("/health").status_code == 200
 
 
+def test_a_compressed_body_is_refused(rig: ServerRig):
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = httpx.post(f"{rig.url}/v1/chat/completions", content=b"{}", headers=headers, timeout=30)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "encoded")
+
+
 @pytest.mark.parametrize(
     ("path", "field", "value", "param"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -163,6 +164,42 @@ def test_an_answer_can_be_sent_back_as_it_came(rig: ServerRig):
     answer = rig.client().chat.completions.create(**GREEDY).choices[0].message
     messages: list[Any] = [*USER, answer, {"role": "user", "content": "And?"}]
     rig.client().chat.completions.create(**{**GREEDY, "messages": messages})
+
+
+def test_a_clients_own_objects_come_back(rig: ServerRig):
+    """As the official client's `parse` gives them: with its readings of text and arguments, and much that is null."""
+    function = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
+    called = {"id": "c", "type": "function", "function": function}
+    turn: dict[str, Any] = {"role": "assistant", "content": '{"a":1}', "parsed": {"a": 1}, "refusal": None, "audio": None,
+            "annotations": None, "function_call": None, "tool_calls": [called], "of_a_later_version": None}  # fmt: skip
+    messages = [*USER, turn, {"role": "tool", "tool_call_id": "c", "content": "2"}]
+    answer = rig.post("/v1/chat/completions", {**GREEDY, "messages": messages})
+    assert answer.status_code == 200, answer.text
+    turn["of_a_later_version"] = 1
+    answer = rig.post("/v1/chat/completions", {**GREEDY, "messages": messages})
+    assert answer.json()["error"]["param"] == "messages.1.of_a_later_version"
+
+
+def test_usage_can_be_had_with_every_chunk(rig: ServerRig):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    _, chunks = streamed(rig.client(), stream_options=options)
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert (counts[0] <= 2, counts[-1], len(set(counts)) > 1) == (True, 12, True)
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {len(PROMPT)}
+    body = {"model": NAME, "prompt": "x", "max_tokens": 3, "stream": True, "stream_options": options}
+    events = [line[6:] for line in rig.post("/v1/completions", body).text.split("\n\n") if line]
+    assert all(json.loads(data)["usage"]["prompt_tokens"] == 1 for data in events[:-1])
+
+
+def test_an_event_is_one_line_wherever_lines_are_taken_to_end():
+    text = "a\u2028b\u2029c\x85d\x0be\x1cf"
+    fields = {"structured_outputs": {"choice": [text]}, "max_tokens": 50, "stream": True}
+    with serving() as rig:
+        lines = rig.post("/v1/chat/completions", {**GREEDY, **fields}).text.splitlines()
+    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines if line.startswith("data: {")]
+    assert "".join(delta.get("content") or "" for delta in deltas) == text
+    assert {line[:5] for line in lines if line} == {"data:"}
 
 
 def test_a_final_message_can_be_continued(rig: ServerRig):

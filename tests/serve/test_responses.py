@@ -136,6 +136,44 @@ def test_log_probabilities_of_a_call_are_not_the_next_texts():
 
 
 @pytest.mark.parametrize(
+    ("item", "param", "message"),
+    [
+        (
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "mood": 1},
+            "input.1.mood",
+            "unknown",
+        ),
+        ({"type": "function_call", "call_id": "c", "name": "f"}, "input.1.arguments", "required"),
+        ({"role": "user", "content": [{"type": "input_text"}]}, "input.1.content.0.text", "required"),
+        ({"type": "item_reference", "id": "x"}, "input.1", "type is one of message, function_call"),
+        ("x", "input.1", "type is one of message"),
+    ],
+    ids=["unknown", "missing", "deep", "kind", "text"],
+)
+def test_what_is_wrong_with_an_item_is_said(rig: ServerRig, item: Any, param: str, message: str):
+    answer = rig.post("/v1/responses", {"model": NAME, "input": [{"role": "user", "content": "x"}, item]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert message in answer.json()["error"]["message"]
+
+
+def test_a_clients_own_objects_come_back(rig: ServerRig):
+    """As `model_dump()` of the official client gives them, readings and fields of later versions included."""
+    text: dict[str, Any] = {"type": "output_text", "text": "1", "annotations": [], "logprobs": None, "parsed": {"a": 1}}
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": "x"},
+        {"type": "message", "id": "m", "role": "assistant", "status": "completed", "content": [text], "phase": None},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "id": "i", "status": "completed",
+         "parsed_arguments": {}, "namespace": None, "caller": None},
+        {"type": "function_call_output", "call_id": "c", "output": "2", "caller": None},
+    ]  # fmt: skip
+    answer = rig.post("/v1/responses", {"model": NAME, "input": items, "max_output_tokens": 2})
+    assert answer.status_code == 200, answer.text
+    items[1]["phase"] = "commentary"
+    assert rig.post("/v1/responses", {"model": NAME, "input": items}).json()["error"]["param"] == "input.1.phase"
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"previous_response_id": "resp_1"}, "answers are not kept"),

@@ -142,8 +142,12 @@ def test_bad_forms_are_refused(rig: ServerRig, fields: dict[str, Any]):
 def test_a_form_that_is_too_much_work_is_the_clients_fault(rig: ServerRig, stream: bool):
     form = {"structured_outputs": {"regex": "(ab|cd)*" * 500}, "ignore_eos": True, "stream": stream}
     answer = rig.post("/v1/chat/completions", {**CHAT, **form, "temperature": 1.0, "max_tokens": 40})
-    assert answer.status_code == 400  # it fails before its first token
-    error = answer.json()["error"]
+    if answer.status_code == 400:
+        error = answer.json()["error"]
+    else:  # after its first token
+        last, done = [line for line in answer.text.split("\n\n") if line][-2:]
+        assert (stream, done) == (True, "data: [DONE]")
+        error = json.loads(last.removeprefix("data: "))["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "form_failed")
     assert "the grammar failed: lexer error: too many expressions constructed; simplify it" in error["message"]
     assert rig.get("/health").status_code == 200
@@ -225,12 +229,34 @@ def _named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
+@pytest.mark.parametrize("form", TEMPLATES)
+@pytest.mark.parametrize("end", [{"max_tokens": 9}, {"stop": ["e"]}], ids=["length", "stop"])
+def test_a_call_that_must_be_and_is_cut_off_is_no_text(form: str, end: dict[str, Any]):
+    fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", **end}
+    with serving(template=TEMPLATES[form]) as rig:
+        (choice,) = ask(rig, **fields)["choices"]
+        assert choice["finish_reason"] == "length"
+        assert not choice["message"]["content"]
+        lines = rig.post("/v1/chat/completions", {**CHAT, **fields, "stream": True}).text.split("\n\n")
+        chunks = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+        assert not any(chunk["delta"].get("content") for chunk in chunks)
+        assert chunks[-1]["finish_reason"] == "length"
+        answer = rig.post(
+            "/v1/responses",
+            {"model": NAME, "input": "x", "max_output_tokens": 9, "tool_choice": "required",
+             "tools": [{"type": "function", **tool["function"]} for tool in TOOLS]},
+        ).json()  # fmt: skip
+        assert answer["status"] == "incomplete"
+        assert "message" not in [item["type"] for item in answer["output"]]
+
+
 def test_a_client_streams_a_call_that_must_be(rig: ServerRig):
     stream = rig.client().chat.completions.create(
         model=NAME,
         messages=USER,
         tools=TOOLS,
         tool_choice="required",
+        parallel_tool_calls=False,
         stream=True,
         temperature=1,
         max_tokens=200,  # type: ignore[call-overload]

@@ -95,3 +95,13 @@ def test_reasoning_tokens_are_counted_however_they_come(text: str, is_open: bool
     ids = byte_tokenizer.ids_of(text)
     assert sum(counter.add(ids[i : i + size]) for i in range(0, len(ids), size)) == expected
     assert ReasoningTokens(None, TEXTS, is_open=False).add(ids) == 0
+
+
+def test_characters_of_several_tokens_are_one_place_in_the_text():
+    text = "aé日b"
+    table = CompletionLogprobs(TEXTS, 1, as_ids=False)
+    made = table.of_output(output(text))
+    assert made["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "bytes:\\xe6", "bytes:\\x97", "bytes:\\xa5", "b"]
+    assert made["text_offset"] == [0, 1, 1, 2, 2, 2, 3]
+    assert all(token in top for token, top in zip(made["tokens"], made["top_logprobs"], strict=True))
+    assert table.of_output(output("c"))["text_offset"] == [4]

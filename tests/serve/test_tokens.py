@@ -10,6 +10,7 @@ import pytest
 from server_rig import NAME, PROMPT, USER, ServerRig, serving
 
 import cb_engine
+from cb_engine import EngineConfig
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,7 @@ def test_conversations_are_rendered_as_the_chat_does(rig: ServerRig):
     [
         ("/tokenize", {}, "either prompt or messages"),
         ("/tokenize", {"prompt": "a", "messages": USER}, "either prompt or messages"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "messages: List should have at least 1 item"),
         ("/tokenize", {"prompt": "a", "tools": []}, "tools is not for prompt"),
         ("/tokenize", {"messages": USER, "add_special_tokens": True}, "add_special_tokens is not for messages"),
         ("/tokenize", {"messages": USER, "chat_template": "x"}, "takes no templates"),
@@ -62,6 +64,15 @@ def test_the_model_is_listed_with_its_length(rig: ServerRig):
     missing = rig.get("/v1/models/org/nope")
     assert missing.status_code == 404
     assert missing.json()["error"]["code"] == "model_not_found"
+
+
+def test_a_small_pool_is_told_as_the_models_length():
+    with serving(config=EngineConfig(block_size=16, num_blocks=9)) as rig:
+        longest = rig.get("/v1/models").json()["data"][0]["max_model_len"]
+        assert longest == 9 * 16
+        body = {"model": NAME, "prompt": [5] * (longest - 1), "max_tokens": 1}
+        assert rig.post("/v1/completions", body).status_code == 200
+        assert rig.post("/v1/completions", {**body, "prompt": [5] * (longest + 1)}).status_code == 400
 
 
 def test_another_model_is_not_served(rig: ServerRig):

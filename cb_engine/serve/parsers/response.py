@@ -10,7 +10,7 @@ import string
 from collections.abc import Sequence
 
 from cb_engine.serve.parsers.bare_json import PYTHON_TAG, BareJsonParser
-from cb_engine.serve.parsers.events import Content, Event, Reasoning, TruncationCheck, merge
+from cb_engine.serve.parsers.events import Content, Event, Reasoning, ToolCallStart, TruncationCheck, merge
 from cb_engine.serve.parsers.formats import ReasoningFormat, ToolFormat
 from cb_engine.serve.parsers.hermes import HermesParser
 from cb_engine.serve.parsers.mistral import MistralParser
@@ -25,10 +25,14 @@ _ALPHANUMERICS = string.ascii_letters + string.digits
 class ResponseParser:
     """Turns the text of one response into events; the same events however the text is cut into pieces."""
 
-    def __init__(self, splitter: ReasoningSplitter | None, tool_parser: ToolParser | None) -> None:
+    def __init__(
+        self, splitter: ReasoningSplitter | None, tool_parser: ToolParser | None, *, only_calls: bool = False
+    ) -> None:
         """Begin a response; see `make_response_parser`."""
         self._splitter = splitter
         self._tool_parser = tool_parser
+        self._only_calls = only_calls
+        self._has_called = False
         self._truncation = TruncationCheck()
         self._finished = False
 
@@ -59,8 +63,9 @@ class ResponseParser:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a call has begun whose arguments have not come to their end; final after `finish`."""
-        return self._truncation.is_truncated
+        """Whether a call has begun whose arguments have not come to their end, or one that had to come has not; final
+        after `finish`."""
+        return self._truncation.is_truncated or (self._only_calls and not self._has_called)
 
     def _read(self, answer: str) -> list[Event]:
         if not answer:
@@ -68,8 +73,11 @@ class ResponseParser:
         return self._tool_parser.feed(answer) if self._tool_parser else [Content(answer)]
 
     def _events(self, reasoning: str, events: list[Event]) -> list[Event]:
+        if self._only_calls:  # other text is the beginning of a call that was cut off
+            events = [event for event in events if not isinstance(event, Content)]
         for event in events:
             self._truncation.observe(event)
+            self._has_called |= isinstance(event, ToolCallStart)
         return merge([*([Reasoning(reasoning)] if reasoning else []), *events])
 
 
@@ -79,6 +87,7 @@ def make_response_parser(
     reasoning: ReasoningFormat | None,
     starts_in_reasoning: bool = False,
     functions: Sequence[Tool] | None = None,
+    only_calls: bool = False,
 ) -> ResponseParser:
     """Make the parser of one response.
 
@@ -87,6 +96,7 @@ def make_response_parser(
         reasoning: how the model marks reasoning; None if it does not, so that nothing of it is split off.
         starts_in_reasoning: the prompt ends with reasoning's opening marker (`ReasoningFormat.is_open_in`).
         functions: the request's tools; a call of any other function is content. None: any name will do.
+        only_calls: a grammar lets the model write nothing else, but for reasoning.
 
     Raises:
         ValueError: if `starts_in_reasoning` comes without a `reasoning` format.
@@ -94,7 +104,8 @@ def make_response_parser(
     if starts_in_reasoning and reasoning is None:
         raise ValueError("starts_in_reasoning=True needs a reasoning format, got reasoning=None; name one")
     splitter = ReasoningSplitter(reasoning, starts_in_reasoning=starts_in_reasoning) if reasoning else None
-    return ResponseParser(splitter, None if tools is None else _make_tool_parser(tools, functions))
+    tool_parser = None if tools is None else _make_tool_parser(tools, functions)
+    return ResponseParser(splitter, tool_parser, only_calls=only_calls)
 
 
 def _make_tool_parser(form: ToolFormat, functions: Sequence[Tool] | None) -> ToolParser:

@@ -44,6 +44,21 @@ class RequestModel(StrictModel):
         return {name: value for name, value in data.items() if name not in cls.refused}
 
 
+class EchoedModel(RequestModel):
+    """What a server has written and a client sends back as its library's object: that has fields of other versions,
+    which are null, and readings of its own of what others say."""
+
+    readings: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        asks = {name: value for name, value in data.items() if value is not None or name in cls.model_fields}
+        return {name: value for name, value in asks.items() if name not in cls.readings}
+
+
 class StreamOptions(RequestModel):
     """What a stream holds beside the text."""
 
@@ -52,6 +67,13 @@ class StreamOptions(RequestModel):
     }
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: in every chunk
+
+    @model_validator(mode="after")
+    def _check(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ValueError("continuous_usage_stats needs include_usage=true")
+        return self
 
 
 class JsonSchema(StrictModel):
@@ -145,6 +167,12 @@ class SamplingFields(EngineFields):
         return self
 
     @property
+    def form_field(self) -> str:
+        """Where it says what form the answer must have: that of its tools, if nowhere else."""
+        names = ("structured_outputs", "response_format")
+        return next((name for name in names if getattr(self, name) is not None), "tools")
+
+    @property
     def num_samples(self) -> int:
         """Of each prompt."""
         return self.n or 1
@@ -153,3 +181,8 @@ class SamplingFields(EngineFields):
     def includes_usage(self) -> bool:
         """Whether a stream ends with a chunk on usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def includes_usage_so_far(self) -> bool:
+        """Whether all chunks tell it."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)

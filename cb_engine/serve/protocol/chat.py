@@ -6,24 +6,33 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from cb_engine.serve.protocol.base import Entries, Label, Metadata, RequestModel, SamplingFields, StrictModel
+from cb_engine.serve.protocol.base import (
+    EchoedModel,
+    Entries,
+    Label,
+    Metadata,
+    SamplingFields,
+    StrictModel,
+)
 
 
-class TextPart(StrictModel):
+class TextPart(EchoedModel):
     """A piece of a message. Only text: this server fetches and decodes nothing else."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-class CalledFunction(StrictModel):
+class CalledFunction(EchoedModel):
     """What an assistant has called."""
+
+    readings: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
 
     name: str
     arguments: str = ""  # JSON
 
 
-class CalledTool(StrictModel):
+class CalledTool(EchoedModel):
     """A call in an assistant's message."""
 
     id: str
@@ -32,8 +41,10 @@ class CalledTool(StrictModel):
     index: int | None = None  # of a stream's pieces; the order says the same
 
 
-class Message(RequestModel):
+class Message(EchoedModel):
     """One turn."""
+
+    readings: ClassVar[frozenset[str]] = frozenset({"parsed"})
 
     refused: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
         "refusal": ((), "give what was said as content"),
@@ -55,6 +66,8 @@ class Message(RequestModel):
             raise ValueError(f"tool_calls belong to a message of the assistant's, not of role {self.role!r}")
         if self.role == "tool" and self.tool_call_id is None:
             raise ValueError("a message of role 'tool' needs tool_call_id")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise ValueError(f"tool_call_id belongs to a message of role 'tool', not of role {self.role!r}")
         if self.content is None and not self.tool_calls and self.reasoning_content is None:
             raise ValueError(f"a message of role {self.role!r} needs content")
         return self

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from cb_engine.serve.protocol.base import (
+    EchoedModel,
     EngineFields,
     Entries,
     JsonSchema,
@@ -32,8 +33,10 @@ from cb_engine.serve.protocol.chat import (
 )
 
 
-class TextContent(RequestModel):
+class TextContent(EchoedModel):
     """A piece of text, a client's own or one that this server has written before."""
+
+    readings: ClassVar[frozenset[str]] = frozenset({"parsed"})
 
     refused: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {"annotations": (([],), "only text is taken")}
 
@@ -42,7 +45,7 @@ class TextContent(RequestModel):
     logprobs: list[Any] | None = None  # of an answer that comes back; they change nothing
 
 
-class MessageItem(StrictModel):
+class MessageItem(EchoedModel):
     """A turn."""
 
     type: Literal["message"] = "message"
@@ -52,8 +55,10 @@ class MessageItem(StrictModel):
     status: str | None = None
 
 
-class FunctionCallItem(StrictModel):
+class FunctionCallItem(EchoedModel):
     """A call that the model has made."""
+
+    readings: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
 
     type: Literal["function_call"]
     call_id: str
@@ -63,7 +68,7 @@ class FunctionCallItem(StrictModel):
     status: str | None = None
 
 
-class FunctionOutputItem(StrictModel):
+class FunctionOutputItem(EchoedModel):
     """What came of it."""
 
     type: Literal["function_call_output"]
@@ -73,7 +78,7 @@ class FunctionOutputItem(StrictModel):
     status: str | None = None
 
 
-class ReasoningItem(RequestModel):
+class ReasoningItem(EchoedModel):
     """What the model thought before."""
 
     refused: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
@@ -87,7 +92,26 @@ class ReasoningItem(RequestModel):
     status: str | None = None
 
 
-InputItem = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+_ITEM_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _kind_of_item(item: Any) -> str | None:
+    """By its type, so that what is wrong with it is said of that kind; one without a type is a message."""
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return kind if kind in _ITEM_KINDS else None
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(
+        _kind_of_item,
+        custom_error_type="item_kind",
+        custom_error_message=f"an item must be an object whose type is one of {', '.join(_ITEM_KINDS)}",
+    ),
+]
 
 
 class FunctionTool(StrictModel):
@@ -175,6 +199,13 @@ class ResponsesRequest(EngineFields):
     safety_identifier: Label | None = None
     prompt_cache_key: str | None = None  # equal beginnings are found without it
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def form_field(self) -> str:
+        """See `SamplingFields`."""
+        if self.structured_outputs is not None:
+            return "structured_outputs"
+        return "text" if self.text is not None and self.text.format is not None else "tools"
 
     @property
     def wants_logprobs(self) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from cb_engine.serve.protocol.base import Entries, RequestModel, TokenIds
 from cb_engine.serve.protocol.chat import Message, Tool
@@ -15,7 +15,7 @@ class TokenizeRequest(RequestModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Entries[Message] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -26,7 +26,7 @@ class TokenizeRequest(RequestModel):
 
     @model_validator(mode="after")
     def _check(self) -> TokenizeRequest:
-        if (self.prompt is None) == (not self.messages):
+        if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         of_chat = {"add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "tools"}
         foreign = of_chat if self.prompt is not None else {"add_special_tokens"}
