@@ -7,6 +7,7 @@ an error, or a client that has gone.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from cb_engine.api.async_engine import AsyncEngine, OutputStream
 from cb_engine.errors import EngineError, EngineStoppedError, QueueFullError
 from cb_engine.outputs import GenerationOutput, join_deltas
 from cb_engine.request import Request
+from cb_engine.sampling_params import SamplingParams
 from cb_engine.serve.errors import APIError, engine_failed
 from cb_engine.serve.metrics import ServerMetrics, TokenTimes
 from cb_engine.serve.settings import ServeSettings
@@ -165,11 +167,21 @@ class Generation:
             self._engine.check_health()
         except (EngineError, EngineStoppedError):
             return engine_failed(self._settings.retry_after)
-        grammar = self._requests[self._choices[output.request_id]].grammar
-        if grammar is not None and grammar.error is not None:  # the work that it takes has a limit
-            return APIError(400, f"the form cannot be kept to: {grammar.error}; simplify it", code="form_failed")
+        request = self._requests[self._choices[output.request_id]]
+        if request.grammar is not None and request.grammar.error is not None:  # the work that it takes has a limit
+            error = request.grammar.error
+            return APIError(400, f"the form cannot be kept to: {error}; simplify it", code="form_failed")
+        if _may_contradict(request.sampling_params):
+            return APIError(400, f"the request failed: {output.error}", code="request_failed")
         self._metrics.corrupted()
         return APIError(500, f"the request failed: {output.error}", code="request_failed")
+
+
+def _may_contradict(params: SamplingParams) -> bool:
+    """Whether what is asked for can leave no token to draw: only several wishes together can."""
+    forbids = any(bias == -math.inf for bias in (params.logit_bias or {}).values())
+    wishes = (params.structured, params.allowed_token_ids, params.bad_words, params.min_tokens, forbids)
+    return sum(map(bool, wishes)) > 1
 
 
 def _one_each(samples: Sequence[Sample]) -> list[Sample]:

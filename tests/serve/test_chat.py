@@ -170,22 +170,22 @@ def test_a_clients_own_objects_come_back(rig: ServerRig):
     """As the official client's `parse` gives them: with its readings of text and arguments, and much that is null."""
     function = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
     called = {"id": "c", "type": "function", "function": function}
-    turn: dict[str, Any] = {"role": "assistant", "content": '{"a":1}', "parsed": {"a": 1}, "refusal": None, "audio": None,
-            "annotations": None, "function_call": None, "tool_calls": [called], "of_a_later_version": None}  # fmt: skip
+    nulls = dict.fromkeys(("refusal", "audio", "annotations", "function_call", "of_a_later_version"))
+    turn = {"role": "assistant", "content": '{"a":1}', "parsed": {"a": 1}, "tool_calls": [called], **nulls}
     messages = [*USER, turn, {"role": "tool", "tool_call_id": "c", "content": "2"}]
     answer = rig.post("/v1/chat/completions", {**GREEDY, "messages": messages})
     assert answer.status_code == 200, answer.text
-    turn["of_a_later_version"] = 1
+    messages[1] = {**turn, "of_a_later_version": 1}
     answer = rig.post("/v1/chat/completions", {**GREEDY, "messages": messages})
     assert answer.json()["error"]["param"] == "messages.1.of_a_later_version"
 
 
 def test_usage_can_be_had_with_every_chunk(rig: ServerRig):
     options = {"include_usage": True, "continuous_usage_stats": True}
-    _, chunks = streamed(rig.client(), stream_options=options)
+    _, chunks = streamed(rig.client(), stream_options=options, max_tokens=100)
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts)
-    assert (counts[0] <= 2, counts[-1], len(set(counts)) > 1) == (True, 12, True)
+    assert (counts[0] < 50, counts[-1]) == (True, 100)
     assert {chunk.usage.prompt_tokens for chunk in chunks} == {len(PROMPT)}
     body = {"model": NAME, "prompt": "x", "max_tokens": 3, "stream": True, "stream_options": options}
     events = [line[6:] for line in rig.post("/v1/completions", body).text.split("\n\n") if line]

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import httpx
 import pytest
 from server_rig import NAME, USER, ServerRig, random_model, serving
 
@@ -153,6 +154,24 @@ def test_a_form_that_is_too_much_work_is_the_clients_fault(rig: ServerRig, strea
     assert rig.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {"choice": ["abc"]}, "allowed_token_ids": [5]},
+        {"structured_outputs": {"choice": ["abc"]}, "bad_words": ["abc", "a"]},
+        {"allowed_token_ids": [5], "logit_bias": {"5": float("-inf")}},
+        {"allowed_token_ids": [2], "min_tokens": 3},
+    ],
+    ids=["allowed", "bad words", "bias", "minimum"],
+)
+def test_wishes_that_leave_no_token_are_the_clients_fault(rig: ServerRig, fields: dict[str, Any]):
+    content = json.dumps({**CHAT, **fields}).replace("-Infinity", "-1e999")
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(f"{rig.url}/v1/chat/completions", content=content, headers=headers, timeout=30)
+    assert answer.status_code == 400
+    assert rig.get("/health").status_code == 200
+
+
 def test_grammars_are_compiled_off_the_loop_and_off_the_engine(rig: ServerRig, monkeypatch: pytest.MonkeyPatch):
     threads: list[str] = []
     start = GrammarCompiler.start
@@ -183,7 +202,7 @@ def test_forms_go_with_speculation_and_preemption():
             assert stats.num_drafts or stats.num_preemptions
 
 
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "function": {
