@@ -43,8 +43,9 @@ class EngineConfig:
         attention_backend: "torch", "native", "static" (plain PyTorch without data-dependent shapes), or "auto": native
             where it can be built.
         scheduler_type: "fifo" lets decodes go first, "prefill_first" lets prompts.
-        max_queue_size, max_queued_tokens: requests without a seat, and tokens of their prompts, that may wait; 0 is
+        max_queue_size: requests that may wait beyond those for which there are seats, `max_num_seqs` of them; 0 is
             unlimited.
+        max_queued_tokens: prompt tokens of all that wait, seat or not; 0 is unlimited.
         running_on_weight_change: what becomes of running requests when weights change under them.
         return_logprobs: report the log-probability of every sampled token, also where SamplingParams asks for none.
         seed: makes requests without a seed of their own reproducible too, given the order of submission.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -196,14 +195,14 @@ class Engine:
 
     def _let_in(self, requests: Sequence[Request]) -> None:
         limit, most_tokens = self.config.max_queue_size, self.config.max_queued_tokens
-        if limit or most_tokens:
-            num, num_tokens = self._in_line()
-            if limit and num >= limit:
-                raise QueueFullError(f"{num} requests wait already, max_queue_size is {limit}; try later")
-            if most_tokens and num_tokens >= most_tokens:
-                raise QueueFullError(
-                    f"{num_tokens} prompt tokens wait already, max_queued_tokens is {most_tokens}; try later"
-                )
+        seats = self._scheduler.num_free_seats  # looked at first: whoever takes one meanwhile does not count twice
+        seatless = self.num_queued - seats if limit else 0
+        if limit and seatless >= limit:
+            raise QueueFullError(f"{seatless} requests wait already, max_queue_size is {limit}; try later")
+        if most_tokens and self.num_queued_tokens >= most_tokens:
+            raise QueueFullError(
+                f"{self.num_queued_tokens} prompt tokens wait already, max_queued_tokens is {most_tokens}; try later"
+            )
         ids = {request.request_id for request in requests}
         taken = ids & self._ids
         if taken or len(ids) < len(requests):
@@ -220,15 +219,6 @@ class Engine:
     def num_queued_tokens(self) -> int:
         """Prompt tokens of these."""
         return self._scheduler.num_waiting_tokens + sum(request.num_prompt_tokens for request in self._undrained())
-
-    def _in_line(self) -> tuple[int, int]:
-        """Requests that have to wait, and tokens of their prompts: the next step takes those not yet drained for which
-        there is a seat, so that a burst is not refused by an engine that idles."""
-        scheduler = self._scheduler
-        seats = max(0, self.config.max_num_seqs - scheduler.num_running - scheduler.num_waiting)
-        seatless = self._undrained()[seats:]
-        num_tokens = sum(request.num_prompt_tokens for request in seatless)
-        return scheduler.num_waiting + len(seatless), scheduler.num_waiting_tokens + num_tokens
 
     def _undrained(self) -> list[Request]:
         return [request for c in tuple(self._commands) if isinstance(c, Add) for request in c.requests]
@@ -426,14 +416,6 @@ class Engine:
         self._blocks.reset_prefix_cache()
 
     # ---- questions -------------------------------------------------------------------------------------------
-
-    @property
-    def longest_request(self) -> int:
-        """Tokens of the longest sequence, prompt and answer, that can be computed: what the model, the settings and the
-        pool of blocks allow."""
-        lengths = range(1, self.config.max_model_len + 1)
-        chunk = self.config.max_prefill_chunk
-        return bisect_left(lengths, True, key=lambda n: self._blocks.capacity_shortage(n, chunk) is not None)
 
     def stats(self) -> EngineStats:
         """A snapshot of all counters."""

@@ -59,6 +59,9 @@ class Intake:
         self._eos = _eos_ids(eos_token_id)
         self._tokenizer = tokenizer
         self._grammars = GrammarCompiler(tokenizer, vocab_size)
+        # The last token of an answer is not computed, so it needs no room.
+        room = blocks.capacity(config.max_model_len, config.max_prefill_chunk)
+        self.longest = min(config.max_model_len, room + 1)  # prompt and answer, as model, settings and pools allow
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -134,11 +137,6 @@ class Intake:
                 f"the prompt has {len(token_ids)} tokens and the maximum length is {limit}, which leaves nothing to "
                 "generate; shorten the prompt, or raise max_model_len if it was set below the model's own limit"
             )
-        if params.min_tokens > limit - len(token_ids):
-            raise ValueError(
-                f"min_tokens={params.min_tokens} do not fit behind the prompt of {len(token_ids)} tokens: the maximum "
-                f"length is {limit}; ask for fewer, or shorten the prompt"
-            )
         # Of one token or none, nothing is computed beyond the prompt.
         num_tokens = len(token_ids) + (params.max_tokens is None or params.max_tokens > 1)
         shortage = self._blocks.capacity_shortage(num_tokens, self._config.max_prefill_chunk)
@@ -146,6 +144,11 @@ class Intake:
             raise ValueError(
                 f"the prompt has {len(token_ids)} tokens and needs {shortage[0]} KV blocks of "
                 f"{self._config.block_size} tokens; the pool has {shortage[1]}; shorten the prompt or raise num_blocks"
+            )
+        if params.min_tokens > self.longest - len(token_ids):
+            raise ValueError(
+                f"min_tokens={params.min_tokens} do not fit behind the prompt of {len(token_ids)} tokens: the longest "
+                f"sequence is {self.longest}; ask for fewer, or shorten the prompt"
             )
 
     def _start_grammars(

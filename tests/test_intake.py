@@ -30,7 +30,9 @@ def test_a_device_with_static_shapes_reports_twenty_logprobs(static: bool) -> No
 
 def test_a_minimum_that_does_not_fit_is_refused() -> None:
     engine = Engine(tiny.make_model("llama"), config={"block_size": 4, "max_model_len": 16}, eos_token_id=-1)
-    with pytest.raises(ValueError, match="min_tokens=14 do not fit behind the prompt of 3 tokens"):
+    with pytest.raises(
+        ValueError, match="min_tokens=14 do not fit behind the prompt of 3 tokens: the longest sequence is 16"
+    ):
         engine.add_request([1, 2, 3], SamplingParams(min_tokens=14))
     engine.add_request([1, 2, 3], SamplingParams(min_tokens=13))
     (output,) = (o for _ in range(20) for o in engine.step() if o.is_finished())

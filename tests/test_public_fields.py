@@ -287,23 +287,27 @@ def check_scheduler_type() -> None:
 
 
 def check_max_queue_size() -> None:
-    engine = engine_of(max_queue_size=2, max_num_seqs=3)
-    for first in range(5, 10):  # three have seats
-        engine.add_request([first, *PROMPT], GREEDY)
-    with pytest.raises(cb_engine.QueueFullError, match="2 requests wait already, max_queue_size is 2"):
-        engine.add_request(PROMPT, GREEDY)
-    engine.step()
-    assert (engine.stats().num_running, engine.stats().num_waiting) == (3, 2)
-    with pytest.raises(cb_engine.QueueFullError, match="2 requests wait already"):
-        engine.add_request(PROMPT, GREEDY)
+    # One prompt fills a step, so that those behind it wait although there are seats.
+    engine = engine_of(max_queue_size=2, max_num_seqs=3, max_num_batched_tokens=8, max_prefill_chunk=8)
+    prompts = iter([first, *range(10, 17)] for first in range(30, 50))
+    long = SamplingParams(temperature=0.0, max_tokens=20)
+    for _ in range(5):
+        engine.add_request(next(prompts), long)
+    for num_running in (0, 1, 2, 3):
+        assert engine.stats().num_running == num_running
+        with pytest.raises(cb_engine.QueueFullError, match="2 requests wait already, max_queue_size is 2"):
+            engine.add_request(next(prompts), long)
+        while engine.stats().num_running == num_running < 3:
+            engine.step()
     run(engine)
+    engine.add_request(next(prompts), long)
 
 
 def check_max_queued_tokens() -> None:
-    engine = engine_of(max_queued_tokens=len(PROMPT) + 1, max_num_seqs=3)
-    for _ in range(5):  # three have seats
+    engine = engine_of(max_queued_tokens=len(PROMPT) + 1)
+    for _ in range(2):
         engine.add_request(PROMPT, GREEDY)
-    assert engine.num_queued_tokens == 5 * len(PROMPT)
+    assert engine.num_queued_tokens == 2 * len(PROMPT)
     with pytest.raises(cb_engine.QueueFullError, match="max_queued_tokens is 6"):
         engine.add_request(PROMPT, GREEDY)
     run(engine)

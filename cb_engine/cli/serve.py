@@ -173,7 +173,7 @@ class LimitOptions:
         typer.Option(
             "--max-queued-tokens",
             "--max-num-queued-tokens",
-            help="Prompt tokens of these; 0: any number.",
+            help="Prompt tokens that may wait, seat or not, before others get 429; 0: any number.",
             rich_help_panel=LIMITS,
         ),
     ] = 0

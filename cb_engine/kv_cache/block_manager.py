@@ -18,6 +18,7 @@ token is written into it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -155,6 +156,11 @@ class BlockManager:
             if needed > group.pool.num_usable:
                 return needed, group.pool.num_usable
         return None
+
+    def capacity(self, limit: int, chunk: int) -> int:
+        """Tokens, up to `limit`, of the longest request that the pools hold when it is alone."""
+        lengths = range(1, limit + 1)
+        return bisect_left(lengths, True, key=lambda n: self.capacity_shortage(n, chunk) is not None)
 
     def has_room_for(self, num_tokens: int, chunk: int, reserve: int, shared: SharedPrefix | None = None) -> bool:
         """Whether `num_tokens` more tokens, computed `chunk` a step, fit beyond `shared` and leave `reserve` blocks

@@ -224,7 +224,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def works(self) -> bool:
-        """Whether a step of nobody's can be computed. If so, one that failed is its requests' own fault."""
+        """Whether a step of nobody's can be computed, head and sampler included. If so, one that failed is the fault
+        of its requests."""
         warmed = [b for b in self.coverage.warmed if not b.kind.is_draft and b.kind is not StepKind.VERIFY]
         bucket = min(warmed, default=_SMALLEST_STEP, key=lambda b: (b.num_tokens, b.num_blocks))
         try:
@@ -345,7 +346,7 @@ class ModelRunner:
     def warmup(self, progress: Callable[[int, int], object] | None = None, *, compile_only: bool = False) -> int:
         """Runs the step's own functions over every listed shape, largest first, then freezes the list: forward, sampler
         and acceptance of the target, all passes of the drafter, and copies of blocks. No value is read from the device.
-        Where nothing is padded, one small step makes what is made at first use.
+        Where nothing is padded, one small step of the target makes what is made at first use.
 
         Args:
             progress: called with (shapes done, shapes in all) after each.

@@ -25,7 +25,7 @@ from cb_engine.runner.input_batch import prompt_logprob_rows
 from cb_engine.runner.logprobs import candidate_entries, prompt_entries
 from cb_engine.sampling import SamplerOutput, SamplingState
 from cb_engine.sampling.acceptance import NOTHING, accept
-from cb_engine.scheduler.output import ModelOutput, SampledToken, ScheduledRequest
+from cb_engine.scheduler.output import NOT_FINITE, NOTHING_LEFT, ModelOutput, SampledToken, ScheduledRequest
 
 
 class TokenSampler(Protocol):
@@ -128,13 +128,14 @@ class RowSampler:
             return ModelOutput(prompt_logprobs=entries)
         sampling = [item for item in scheduled if item.samples]
         # The device may be computing still: masks are filled meanwhile.
-        sampled = self._sampler(self._wanted(logits, rows, num_rows), states, self._masks_of(sampling))
+        wanted = self._wanted(logits, rows, num_rows)
+        sampled = self._sampler(wanted, states, self._masks_of(sampling))
         if any(item.draft_token_ids for item in sampling):
             kept = self._accepted(sampling, sampled, shape)
         else:
             ids, failed = self._executor.read(sampled.token_ids), self._executor.read(sampled.failed)
             kept = [[NOTHING if failed[row] else ids[row]] for row in range(len(states))]
-        return ModelOutput(self._tokens(sampling, sampled, kept), entries)
+        return ModelOutput(self._tokens(sampling, sampled, kept, wanted), entries)
 
     def warm(self, logits: torch.Tensor, num_rows: int, bucket: Bucket) -> None:
         """Runs what `sample` may run on a step of this shape, reading no value.
@@ -228,7 +229,11 @@ class RowSampler:
         return result
 
     def _tokens(
-        self, scheduled: Sequence[ScheduledRequest], sampled: SamplerOutput, kept: Sequence[Sequence[int]]
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        sampled: SamplerOutput,
+        kept: Sequence[Sequence[int]],
+        logits: torch.Tensor,
     ) -> dict[str, list[SampledToken]]:
         read = self._executor.read
         logprobs = None if sampled.logprobs is None else read(sampled.logprobs)
@@ -239,7 +244,7 @@ class RowSampler:
             request = item.request
             good = [token_id for token_id in ids if token_id != NOTHING]
             if not good:
-                tokens[request.request_id] = [SampledToken(NOTHING, failed=_NOTHING_TO_DRAW)]
+                tokens[request.request_id] = [SampledToken(NOTHING, failed=self._cause(logits, row))]
             elif logprobs is None or request.sampling_params.logprobs is None:
                 tokens[request.request_id] = [SampledToken(token_id) for token_id in good]
             else:
@@ -254,13 +259,12 @@ class RowSampler:
             row += item.num_sampled_rows
         return tokens
 
+    def _cause(self, logits: torch.Tensor, row: int) -> str:
+        """Why a row failed: the model's fault, or what is wished for leaves nothing."""
+        return NOTHING_LEFT if self._executor.to_host(logits)[row].amax().isfinite() else NOT_FINITE
+
     def _states_of(self, item: ScheduledRequest) -> list[SamplingState]:
         states = self._states.get(item.request)
         if states is None:
             states = self._states[item.request] = _States(item.request)
         return states.of(item.draft_token_ids)
-
-
-_NOTHING_TO_DRAW = (
-    "the logits held NaN or infinity, or structured, logit_bias, allowed_token_ids and bad_words together left no token"
-)

@@ -68,9 +68,14 @@ class SchedulerOutput:
         return SchedulerOutput(self.scheduled[start:end], tuple(t[start:end] for t in self.block_tables))
 
 
+# Why a row has nothing to draw from.
+NOT_FINITE = "the logits held NaN or infinity"
+NOTHING_LEFT = "structured, logit_bias, allowed_token_ids and bad_words together left no token"
+
+
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """What the runner drew for one request. `failed` tells that its logits left nothing to draw from."""
+    """What the runner drew for one request. `failed`, one of the above, tells that there was nothing to draw from."""
 
     token_id: int
     logprob: float | None = None

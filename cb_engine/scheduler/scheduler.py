@@ -73,6 +73,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_free_seats(self) -> int:
+        """Requests that may still be let in; none while the first in line lacks blocks."""
+        return 0 if self._lacks_blocks else max(0, self.config.max_num_seqs - len(self._running))
+
+    @property
     def num_waiting(self) -> int:
         """Requests that wait for their first step, or for another after a preemption."""
         return len(self._waiting)
@@ -268,8 +273,9 @@ class Scheduler:
 
     @property
     def _expects_prompts(self) -> bool:
-        has_seat = len(self._running) < self.config.max_num_seqs and not self._lacks_blocks
-        return bool(len(self._waiting) and has_seat) or any(r.num_remaining_tokens > 1 for r in self._running)
+        return bool(len(self._waiting) and self.num_free_seats) or any(
+            r.num_remaining_tokens > 1 for r in self._running
+        )
 
     def set_draft(self, request: Request, token_ids: Sequence[int]) -> None:
         """Gives a request the drafts that its next step may verify."""

@@ -33,8 +33,8 @@ async def read_body(request: Request, kind: type[M], settings: ServeSettings, wo
 
 
 async def _read(request: Request, settings: ServeSettings) -> bytes:
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.lower() != "identity":
+    encoding = request.headers.get("content-encoding", "")
+    if {part.strip().lower() for part in encoding.split(",")} - {"", "identity"}:
         raise APIError(415, f"content-encoding {encoding!r:.40} is not taken; send the body as it is", code="encoded")
     limit = settings.limits.max_body_bytes
     too_large = APIError(413, f"the body is larger than {limit} bytes", code="body_too_large")

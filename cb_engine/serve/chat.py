@@ -17,6 +17,7 @@ from cb_engine.sampling_params import SamplingParams
 from cb_engine.serve.chunks import stream_chunks, usage_so_far
 from cb_engine.serve.context import LoadedModel, ServerContext
 from cb_engine.serve.conversation import conversation_of
+from cb_engine.serve.errors import bad_request
 from cb_engine.serve.generation import Generation, Sample, Usage
 from cb_engine.serve.parsers import (
     Content,
@@ -37,6 +38,8 @@ from cb_engine.serve.reasoning_tokens import ReasoningTokens
 from cb_engine.serve.sampling import check_num_samples, sampling_params
 from cb_engine.serve.sse import event
 from cb_engine.serve.token_texts import chat_logprobs, prompt_logprobs
+
+_SKIP = "skip_special_tokens"
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,12 @@ def prepare_dialogue(request: ChatRequest, context: ServerContext) -> Dialogue:
     token_ids = model.template.render(conversation)
     in_reasoning = model.reasoning is not None and model.reasoning.is_open_in(_end_of(model, token_ids))
     enforced = _enforced(request, tools, model, in_reasoning)
+    visible = _visible_markers(model, bool(tools) and told)
+    if enforced is not None and visible and request.skip_special_tokens:
+        raise bad_request("skip_special_tokens hides the marks of the call that is enforced; leave it out", _SKIP)
     params = sampling_params(
         request,
-        defaults={**model.defaults, **_visible_markers(model, bool(tools) and told)},
+        defaults={**model.defaults, **visible},
         limits=context.settings.limits,
         max_tokens=request.token_limit,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
@@ -176,7 +182,7 @@ class ChatAnswer:
                 for call in parsed.tool_calls
             ]
         choice = {"index": sample.choice, "message": message, "finish_reason": self._finish_reason(sample)}
-        return choice | self._details(sample.output)
+        return choice | self._details(sample)
 
     # ---- streamed ----------------------------------------------------------------------------------------------
 
@@ -205,7 +211,7 @@ class ChatAnswer:
         rest = delta[1:]
         finish = self._finish_reason(sample) if sample.output.is_finished() else None
         choice = {"index": sample.choice, "delta": delta[0] if delta else {}, "finish_reason": None}
-        choice |= self._details(sample.output)
+        choice |= self._details(sample)
         if not rest:
             choice["finish_reason"] = finish
         data = event(first | {"choices": [choice]})
@@ -257,8 +263,9 @@ class ChatAnswer:
             return "length"
         return "tool_calls" if reason == "stop" and self._has_called[sample.choice] else reason
 
-    def _details(self, output: GenerationOutput) -> dict[str, Any]:
+    def _details(self, sample: Sample) -> dict[str, Any]:
         """What a choice holds beside its text."""
+        output = sample.output
         details: dict[str, Any] = {"logprobs": None}
         if self._request.logprobs:
             details["logprobs"] = chat_logprobs(
@@ -270,7 +277,7 @@ class ChatAnswer:
         if self._request.return_token_ids:
             details["token_ids"] = output.generated_tokens
         if output.is_finished():
-            details["stop_reason"] = output.stop_reason if output.finish_reason == "stop" else None
+            details["stop_reason"] = None if self._finish_reason(sample) == "length" else output.stop_reason
         return details
 
 

@@ -160,7 +160,7 @@ def _describe(model: Any, tokenizer: Any, host: EngineHost, settings: ServeSetti
         template=template,
         texts=TokenTexts(tokenizer),
         defaults=defaults,
-        max_model_len=manager.engine.longest_request if manager is not None else 0,
+        max_model_len=manager.engine.intake.longest if manager is not None else 0,
         tool_format=auto_tools if settings.tool_format == "auto" else ToolFormat(settings.tool_format),
         reasoning={"auto": found, "on": switched_on, "off": None}[settings.reasoning],
         special_tokens=_special_tokens(tokenizer),

@@ -7,7 +7,6 @@ an error, or a client that has gone.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from cb_engine.api.async_engine import AsyncEngine, OutputStream
 from cb_engine.errors import EngineError, EngineStoppedError, QueueFullError
 from cb_engine.outputs import GenerationOutput, join_deltas
 from cb_engine.request import Request
-from cb_engine.sampling_params import SamplingParams
+from cb_engine.scheduler.output import NOTHING_LEFT
 from cb_engine.serve.errors import APIError, engine_failed
 from cb_engine.serve.metrics import ServerMetrics, TokenTimes
 from cb_engine.serve.settings import ServeSettings
@@ -171,17 +170,10 @@ class Generation:
         if request.grammar is not None and request.grammar.error is not None:  # the work that it takes has a limit
             error = request.grammar.error
             return APIError(400, f"the form cannot be kept to: {error}; simplify it", code="form_failed")
-        if _may_contradict(request.sampling_params):
+        if output.error == NOTHING_LEFT:
             return APIError(400, f"the request failed: {output.error}", code="request_failed")
         self._metrics.corrupted()
         return APIError(500, f"the request failed: {output.error}", code="request_failed")
-
-
-def _may_contradict(params: SamplingParams) -> bool:
-    """Whether what is asked for can leave no token to draw: only several wishes together can."""
-    forbids = any(bias == -math.inf for bias in (params.logit_bias or {}).values())
-    wishes = (params.structured, params.allowed_token_ids, params.bad_words, params.min_tokens, forbids)
-    return sum(map(bool, wishes)) > 1
 
 
 def _one_each(samples: Sequence[Sample]) -> list[Sample]:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -106,7 +108,7 @@ class EngineHost:
             await _in_thread(lambda: attach(self._model, tokenizer=self._tokenizer))
             self._engine = await self._make_engine()
             ready(self._model, self._tokenizer)
-            await asyncio.to_thread(_settle)
+            await asyncio.to_thread(_settled.add, self)
         except Exception as error:
             logger.error("the model could not be loaded: %s", error)
             logger.debug("loading failed", exc_info=True)
@@ -134,7 +136,7 @@ class EngineHost:
         try:
             await asyncio.to_thread(_discard, self._engine.manager)  # its memory goes before the next one comes
             self._engine = await self._make_engine()
-            await asyncio.to_thread(_settle)
+            await asyncio.to_thread(_settled.add, self)
         except Exception:
             logger.exception("the engine could not be made anew")
             self.state = State.DEAD
@@ -169,7 +171,7 @@ class EngineHost:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        gc.unfreeze()
+        await asyncio.to_thread(_settled.remove, self)
 
     # ---- questions -------------------------------------------------------------------------------------------
 
@@ -220,19 +222,48 @@ async def _in_thread(work: Callable[[], T]) -> T:
     return await asyncio.to_thread(run)
 
 
-def _settle() -> None:
-    """What there is now stays: the garbage collector need not look at it again. It would take a quarter of a second,
-    with every request waiting, for the half million objects of torch, transformers and the model."""
-    gc.collect()
-    gc.freeze()
+class _Settled:
+    """The hosts of this process whose modules the garbage collector has been told to leave alone: a full collection
+    looks at the half million objects of torch, transformers and the model for a quarter of a second, while every
+    request waits. That is the whole process's setting, so the last host takes it back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hosts: weakref.WeakSet[EngineHost] = weakref.WeakSet()
+
+    def add(self, host: EngineHost) -> None:
+        """What there is now stays, unless the host has been stopped meanwhile."""
+        with self._lock:
+            if host.state is not State.STOPPED:
+                gc.collect()
+                gc.freeze()
+                self._hosts.add(host)
+
+    def remove(self, host: EngineHost) -> None:
+        """It has ended."""
+        with self._lock:
+            if host in self._hosts:
+                self._hosts.discard(host)
+                if not self._hosts:
+                    gc.unfreeze()
+
+    def collect(self) -> None:
+        """Finds all garbage, also what has become some since it was told to stay."""
+        with self._lock:
+            gc.unfreeze()
+            gc.collect()
+            if self._hosts:
+                gc.freeze()
+
+
+_settled = _Settled()
 
 
 def _discard(manager: ContinuousBatchingManager) -> None:
     """Gives all memory of a failed engine back. Its module tree, packed weights and all, is a cycle that nobody would
     look for until much later, and what glibc keeps of it is in pieces that the next engine's tensors do not fit in."""
     manager.destroy()
-    gc.unfreeze()
-    gc.collect()
+    _settled.collect()
     release_host_memory()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from cb_engine.detokenizer import token_bytes
 from cb_engine.outputs import GenerationOutput, TokenLogprob
 
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 _LOWEST = -9999.0  # JSON knows no infinity
 
 
@@ -67,7 +68,7 @@ class CompletionLogprobs:
     def __init__(self, texts: TokenTexts, num_top: int, *, as_ids: bool) -> None:
         self._texts, self._num_top, self._as_ids = texts, num_top, as_ids
         self._offset = 0  # whole characters so far
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = _Utf8Decoder("replace")
 
     def of_output(self, output: GenerationOutput) -> dict[str, Any]:
         """Of generated tokens; pieces of a stream go on where the last one ended."""
@@ -88,14 +89,26 @@ class CompletionLogprobs:
         tokens, offsets = [], []
         for token_id in token_ids:
             tokens.append(self._key(token_id))
-            offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(self._texts.data(token_id)))
+            data = self._texts.data(token_id)
+            offsets.append(self._offset + self._begins_anew(data))
+            self._offset += len(self._decoder.decode(data))
         return {
             "tokens": tokens,
             "token_logprobs": [None if value is None else max(value, _LOWEST) for value in logprobs],
             "top_logprobs": [self._top_of(entry) for entry in top] if self._num_top else None,
             "text_offset": offsets,
         }
+
+    def _begins_anew(self, data: bytes) -> bool:
+        """Whether bytes of earlier tokens wait for the rest of a character, and this is none of it."""
+        pending, _ = self._decoder.getstate()
+        if not (pending and data):
+            return False
+        try:
+            _Utf8Decoder().decode(pending + data[:1])
+        except UnicodeDecodeError:
+            return True
+        return False
 
     def _top_of(self, entry: Sequence[TokenLogprob] | None) -> dict[str, float] | None:
         if entry is None:

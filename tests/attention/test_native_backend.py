@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -410,6 +411,7 @@ def test_pool_is_aligned_and_takes_memory_only_where_it_is_used() -> None:
     assert len(cache.k) == len(cache.v) == 40_000
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="no advice on huge pages here")
 def test_layers_come_to_the_end_of_a_huge_page_with_different_blocks() -> None:
     """A page that is touched first costs up to milliseconds: one step must not pay for those of all layers."""
     backend, huge_page = NativeBackend(), 2 << 20

@@ -185,7 +185,8 @@ def test_usage_can_be_had_with_every_chunk(rig: ServerRig):
     _, chunks = streamed(rig.client(), stream_options=options, max_tokens=100)
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts)
-    assert (counts[0] < 50, counts[-1]) == (True, 100)
+    assert counts[0] >= 1
+    assert counts[-1] == 100
     assert {chunk.usage.prompt_tokens for chunk in chunks} == {len(PROMPT)}
     body = {"model": NAME, "prompt": "x", "max_tokens": 3, "stream": True, "stream_options": options}
     events = [line[6:] for line in rig.post("/v1/completions", body).text.split("\n\n") if line]

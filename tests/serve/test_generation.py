@@ -207,6 +207,26 @@ def test_one_request_that_fails_leaves_its_neighbours_alone():
         rig.wait_until_idle()
 
 
+@pytest.mark.parametrize("failure", ["nan", "raised"])
+def test_a_models_fault_is_not_taken_for_the_clients(failure: str):
+    """Whatever is wished for: these wishes could leave no token, but do not."""
+    model = says("x" * 450)
+
+    def spoil(positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        if bool((positions == 60).any()):
+            if failure == "raised":
+                raise IndexError("index out of range")
+            logits = torch.full_like(logits, float("nan"))
+        return logits
+
+    model.hook.append(spoil)
+    wishes = {"bad_words": ["zz"], "min_tokens": 2, "structured_outputs": {"regex": "x+"}}
+    with serving(model) as rig:
+        failed = rig.post("/v1/chat/completions", {**LONG, **wishes})
+        assert (failed.status_code, failed.json()["error"]["code"]) == (500, "request_failed")
+        assert 'vllm:corrupted_requests_total{engine="0",model_name="tiny"} 1.0' in rig.get("/metrics").text
+
+
 @pytest.mark.parametrize(
     "fields",
     [

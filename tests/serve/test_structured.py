@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import threading
@@ -254,7 +255,7 @@ def test_a_call_that_must_be_and_is_cut_off_is_no_text(form: str, end: dict[str,
     fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", **end}
     with serving(template=TEMPLATES[form]) as rig:
         (choice,) = ask(rig, **fields)["choices"]
-        assert choice["finish_reason"] == "length"
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
         assert not choice["message"]["content"]
         lines = rig.post("/v1/chat/completions", {**CHAT, **fields, "stream": True}).text.split("\n\n")
         chunks = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
@@ -267,6 +268,15 @@ def test_a_call_that_must_be_and_is_cut_off_is_no_text(form: str, end: dict[str,
         ).json()  # fmt: skip
         assert answer["status"] == "incomplete"
         assert "message" not in [item["type"] for item in answer["output"]]
+
+
+def test_the_marks_of_a_call_that_must_be_cannot_be_hidden(monkeypatch: pytest.MonkeyPatch):
+    with serving(template=TEMPLATES["hermes"]) as rig:
+        special = dataclasses.replace(rig.context.loaded, special_tokens={"<tool_call>": 1, "</tool_call>": 2})
+        monkeypatch.setattr(rig.context, "_loaded", special)
+        fields = {"tools": TOOLS, "tool_choice": "required", "skip_special_tokens": True}
+        answer = rig.post("/v1/chat/completions", {**CHAT, **fields})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "skip_special_tokens")
 
 
 def test_a_client_streams_a_call_that_must_be(rig: ServerRig):

@@ -105,3 +105,21 @@ def test_characters_of_several_tokens_are_one_place_in_the_text():
     assert made["text_offset"] == [0, 1, 1, 2, 2, 2, 3]
     assert all(token in top for token, top in zip(made["tokens"], made["top_logprobs"], strict=True))
     assert table.of_output(output("c"))["text_offset"] == [4]
+
+
+@pytest.mark.parametrize(
+    ("data", "text", "offsets"),
+    [
+        (b"\xe6ab", "\ufffdab", [0, 1, 2]),
+        (b"a\xe6\x97ab", "a\ufffdab", [0, 1, 1, 2, 3]),
+        (b"\xe0\x80b", "\ufffd\ufffdb", [0, 1, 2]),
+        (b"\xe6\xe6\x97\xa5", "\ufffd日", [0, 1, 1, 1]),
+        ("\ufffdx".encode(), "\ufffdx", [0, 0, 0, 1]),
+    ],
+    ids=repr,
+)
+def test_bytes_that_are_no_characters_have_places_too(data: bytes, text: str, offsets: list[int]):
+    assert data.decode("utf-8", "replace") == text
+    ids = [byte + 3 for byte in data]
+    made = GenerationOutput("r", prompt_ids=[], generated_tokens=ids, logprobs=[0.0] * len(ids))
+    assert CompletionLogprobs(TEXTS, 0, as_ids=False).of_output(made)["text_offset"] == offsets

@@ -69,10 +69,13 @@ def test_the_model_is_listed_with_its_length(rig: ServerRig):
 def test_a_small_pool_is_told_as_the_models_length():
     with serving(config=EngineConfig(block_size=16, num_blocks=9)) as rig:
         longest = rig.get("/v1/models").json()["data"][0]["max_model_len"]
-        assert longest == 9 * 16
-        body = {"model": NAME, "prompt": [5] * (longest - 1), "max_tokens": 1}
-        assert rig.post("/v1/completions", body).status_code == 200
-        assert rig.post("/v1/completions", {**body, "prompt": [5] * (longest + 1)}).status_code == 400
+        assert longest == 9 * 16 + 1
+        body = {"model": NAME, "prompt": [5] * (longest - 1), "max_tokens": 1, "ignore_eos": True}
+        assert rig.post("/v1/completions", body).json()["usage"]["total_tokens"] == longest
+        assert rig.post("/v1/completions", {**body, "prompt": [5] * longest}).status_code == 400
+        body = {**body, "prompt": [5] * 100, "max_tokens": 400}
+        assert rig.post("/v1/completions", body).json()["usage"]["total_tokens"] == longest
+        assert rig.post("/v1/completions", {**body, "min_tokens": 46}).json()["error"]["param"] == "min_tokens"
 
 
 def test_another_model_is_not_served(rig: ServerRig):

@@ -10,11 +10,11 @@ from cb_engine.serve.protocol.base import Entries, SamplingFields, TokenIds
 
 
 def _kind_of_prompt(prompt: Any) -> str:
-    """By its first entry, so that what is wrong with another one is said of that one."""
+    """By its first entry, so that what is wrong with another one is said of that one. No field has such a name."""
     if not isinstance(prompt, list):
-        return "text"
+        return "<text>"
     first = prompt[0] if prompt else ""
-    return "texts" if isinstance(first, str) else "lists of ids" if isinstance(first, list) else "ids"
+    return "<texts>" if isinstance(first, str) else "<lists of ids>" if isinstance(first, list) else "<ids>"
 
 
 class CompletionRequest(SamplingFields):
@@ -25,10 +25,10 @@ class CompletionRequest(SamplingFields):
     }
 
     prompt: Annotated[
-        Annotated[str, Tag("text")]
-        | Annotated[Entries[str], Tag("texts")]
-        | Annotated[TokenIds, Tag("ids")]
-        | Annotated[Entries[TokenIds], Tag("lists of ids")],
+        Annotated[str, Tag("<text>")]
+        | Annotated[Entries[str], Tag("<texts>")]
+        | Annotated[TokenIds, Tag("<ids>")]
+        | Annotated[Entries[TokenIds], Tag("<lists of ids>")],
         Discriminator(_kind_of_prompt),
     ]
     echo: bool | None = None

@@ -98,14 +98,14 @@ _ITEM_KINDS = ("message", "function_call", "function_call_output", "reasoning")
 def _kind_of_item(item: Any) -> str | None:
     """By its type, so that what is wrong with it is said of that kind; one without a type is a message."""
     kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if kind in _ITEM_KINDS else None
+    return f"<{kind}>" if kind in _ITEM_KINDS else None  # no field has such a name
 
 
 InputItem = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[FunctionCallItem, Tag("<function_call>")]
+    | Annotated[FunctionOutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
     Discriminator(
         _kind_of_item,
         custom_error_type="item_kind",
