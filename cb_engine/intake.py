@@ -23,7 +23,7 @@ from cb_engine.kv_cache.block_manager import BlockManager
 from cb_engine.request import Request
 from cb_engine.sampling import derive_seed
 from cb_engine.sampling_params import SamplingParams
-from cb_engine.structured_output import StructuredOutput
+from cb_engine.structured_output import StructuredOutput, check_unicode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,7 @@ def to_token_ids(prompt: Any, tokenizer: Any | None) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise TypeError("a text prompt needs a tokenizer: pass tokenizer= to attach, or give token ids")
-        _check_unicode(prompt)
+        check_unicode("the prompt", prompt)  # tokenizers only say that they want text
         return [int(i) for i in tokenizer(prompt)["input_ids"]]
     if hasattr(prompt, "tolist"):  # tensors and arrays
         prompt = prompt.tolist()
@@ -203,13 +203,6 @@ def to_token_ids(prompt: Any, tokenizer: Any | None) -> list[int]:
         if isinstance(token, bool) or not isinstance(token, Integral):
             raise TypeError(f"a prompt holds token ids, and {token!r} is none")
     return [int(token) for token in prompt]
-
-
-def _check_unicode(prompt: str) -> None:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:  # tokenizers only say that they want text
-        raise ValueError(f"the prompt holds half of a surrogate pair at {error.start}; remove it") from None
 
 
 @contextmanager

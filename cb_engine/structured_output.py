@@ -106,11 +106,20 @@ def _check_text(name: str, text: object) -> str:
         raise TypeError(f"structured.{name} must be a string, got {text!r}")
     if not text:
         raise ValueError(f"structured.{name} must not be empty, got ''; leave structured out to allow any text")
+    check_unicode(f"structured.{name}", text)
+    return text
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Raises for a text that UTF-8 has no bytes for.
+
+    Raises:
+        ValueError: it holds half of a surrogate pair; beginning with `name`.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"structured.{name} holds half of a surrogate pair at {error.start}; remove it") from None
-    return text
+        raise ValueError(f"{name} holds half of a surrogate pair at {error.start}; remove it") from None
 
 
 def _choices(value: object) -> tuple[str, ...]:

@@ -39,8 +39,6 @@ from cb_engine.serve.sampling import check_num_samples, sampling_params
 from cb_engine.serve.sse import event
 from cb_engine.serve.token_texts import chat_logprobs, prompt_logprobs
 
-_SKIP = "skip_special_tokens"
-
 
 @dataclass(frozen=True)
 class Dialogue:
@@ -84,7 +82,8 @@ def prepare_dialogue(request: ChatRequest, context: ServerContext) -> Dialogue:
     enforced = _enforced(request, tools, model, in_reasoning)
     visible = _visible_markers(model, bool(tools) and told)
     if enforced is not None and visible and request.skip_special_tokens:
-        raise bad_request("skip_special_tokens hides the marks of the call that is enforced; leave it out", _SKIP)
+        name = "skip_special_tokens"
+        raise bad_request(f"{name} hides the marks of the call that is enforced; leave it out", name)
     params = sampling_params(
         request,
         defaults={**model.defaults, **visible},
@@ -152,8 +151,6 @@ class ChatAnswer:
         self._retry_after = context.settings.retry_after
         self._parsers = [dialogue.parser(self._model) for _ in range(request.num_samples)]
         self._reasoning_tokens = [dialogue.reasoning_tokens(self._model) for _ in range(request.num_samples)]
-        self._has_called = [False] * request.num_samples
-        self._usage: Usage | None = None  # of a stream
         self._started = set[int]()  # choices that a chunk has gone out of
 
     # ---- whole -------------------------------------------------------------------------------------------------
@@ -188,12 +185,11 @@ class ChatAnswer:
 
     def chunks(self, generation: Generation, first: Sequence[Sample]) -> AsyncGenerator[bytes, None]:
         """The events of a stream; see `stream_chunks`."""
-        self._usage = generation.usage
         return stream_chunks(
             generation,
             first,
             lambda sample: self._chunk_of(sample, generation.usage),
-            usage_chunk=(lambda: self._chunk([])) if self._request.includes_usage else None,
+            usage_chunk=(lambda: self._chunk([], generation.usage)) if self._request.includes_usage else None,
             retry_after=self._retry_after,
         )
 
@@ -201,7 +197,7 @@ class ChatAnswer:
         deltas = [self._delta(piece) for piece in self._read(sample, usage)]
         if sample.choice not in self._started:
             deltas = [{"role": "assistant", "content": ""}, *deltas]
-        first = self._chunk([])
+        first = self._chunk([], usage)
         if sample.choice not in self._started and self._request.return_token_ids:
             first["prompt_token_ids"] = sample.output.prompt_ids
         if sample.choice not in self._started and self._request.prompt_logprobs is not None:
@@ -217,7 +213,7 @@ class ChatAnswer:
         data = event(first | {"choices": [choice]})
         for number, other in enumerate(rest, start=1):
             last = finish if number == len(rest) else None
-            data += event(self._chunk([{"index": sample.choice, "delta": other, "finish_reason": last}]))
+            data += event(self._chunk([{"index": sample.choice, "delta": other, "finish_reason": last}], usage))
         return data
 
     def _delta(self, piece: Event) -> dict[str, Any]:
@@ -232,9 +228,9 @@ class ChatAnswer:
             case ToolCallArguments(index, text):
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
         chunk = self._head("chat.completion.chunk") | {"choices": choices}
-        return chunk | usage_so_far(self._request, self._usage)
+        return chunk | usage_so_far(self._request, usage)
 
     # ---- both --------------------------------------------------------------------------------------------------
 
@@ -253,15 +249,14 @@ class ChatAnswer:
         events = parser.feed(sample.output.text or "")
         if sample.output.is_finished():
             events += parser.finish()
-        self._has_called[sample.choice] |= any(isinstance(piece, ToolCallStart) for piece in events)
         return events
 
     def _finish_reason(self, sample: Sample) -> str | None:
         """OpenAI's word for an end. A call that was cut off is no call: its client must not run it."""
-        reason = sample.output.finish_reason
-        if reason == "stop" and self._parsers[sample.choice].is_truncated:
+        reason, parser = sample.output.finish_reason, self._parsers[sample.choice]
+        if reason == "stop" and parser.is_truncated:
             return "length"
-        return "tool_calls" if reason == "stop" and self._has_called[sample.choice] else reason
+        return "tool_calls" if reason == "stop" and parser.has_called else reason
 
     def _details(self, sample: Sample) -> dict[str, Any]:
         """What a choice holds beside its text."""

@@ -39,8 +39,8 @@ async def stream_chunks(
     yield DONE
 
 
-def usage_so_far(request: SamplingFields, usage: Usage | None) -> dict[str, Any]:
+def usage_so_far(request: SamplingFields, usage: Usage) -> dict[str, Any]:
     """The field of every chunk, where usage is wanted at all: null, unless it is wanted all the time."""
     if not request.includes_usage:
         return {}
-    return {"usage": usage.as_openai() if usage is not None and request.includes_usage_so_far else None}
+    return {"usage": usage.as_openai() if request.includes_usage_so_far else None}

@@ -62,7 +62,6 @@ class CompletionAnswer:
             CompletionLogprobs(self._texts, request.logprobs or 0, as_ids=bool(request.return_tokens_as_token_ids))
             for _ in range(num_choices)
         ]
-        self._usage: Usage | None = None  # of a stream
         self._started = set[int]()
 
     def whole(self, outputs: Sequence[GenerationOutput], usage: Usage) -> dict[str, Any]:
@@ -72,21 +71,20 @@ class CompletionAnswer:
 
     def chunks(self, generation: Generation, first: Sequence[Sample]) -> AsyncGenerator[bytes, None]:
         """The events of a stream; see `stream_chunks`."""
-        self._usage = generation.usage
         return stream_chunks(
             generation,
             first,
-            lambda sample: event(self._chunk([self._choice(sample)])),
-            usage_chunk=(lambda: self._chunk([])) if self._request.includes_usage else None,
+            lambda sample: event(self._chunk([self._choice(sample)], generation.usage)),
+            usage_chunk=(lambda: self._chunk([], generation.usage)) if self._request.includes_usage else None,
             retry_after=self._retry_after,
         )
 
     def _head(self) -> dict[str, Any]:
         return {"id": self._id, "object": "text_completion", "created": self._created, "model": self._model_name}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
         chunk = self._head() | {"choices": choices}
-        return chunk | usage_so_far(self._request, self._usage)
+        return chunk | usage_so_far(self._request, usage)
 
     def _choice(self, sample: Sample) -> dict[str, Any]:
         """A choice, or the next piece of one."""

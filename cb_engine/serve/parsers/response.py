@@ -32,7 +32,7 @@ class ResponseParser:
         self._splitter = splitter
         self._tool_parser = tool_parser
         self._only_calls = only_calls
-        self._has_called = False
+        self.has_called = False  # whether a call has begun; written here alone
         self._truncation = TruncationCheck()
         self._finished = False
 
@@ -65,7 +65,7 @@ class ResponseParser:
     def is_truncated(self) -> bool:
         """Whether a call has begun whose arguments have not come to their end, or one that had to come has not; final
         after `finish`."""
-        return self._truncation.is_truncated or (self._only_calls and not self._has_called)
+        return self._truncation.is_truncated or (self._only_calls and not self.has_called)
 
     def _read(self, answer: str) -> list[Event]:
         if not answer:
@@ -77,7 +77,7 @@ class ResponseParser:
             events = [event for event in events if not isinstance(event, Content)]
         for event in events:
             self._truncation.observe(event)
-            self._has_called |= isinstance(event, ToolCallStart)
+            self.has_called |= isinstance(event, ToolCallStart)
         return merge([*([Reasoning(reasoning)] if reasoning else []), *events])
 
 

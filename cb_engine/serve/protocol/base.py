@@ -14,6 +14,7 @@ T = TypeVar("T")
 
 # A list that is wrong is wrong with its first bad entry: one error for each would take more memory than the body.
 Entries = Annotated[list[T], Field(fail_fast=True)]
+SomeEntries = Annotated[list[T], Field(min_length=1, fail_fast=True)]
 TokenIds = Entries[Annotated[int, Field(ge=0)]]
 # Both go to the log, in OpenAI's bounds.
 Label = Annotated[str, Field(max_length=512)]

@@ -12,6 +12,7 @@ from cb_engine.serve.protocol.base import (
     Label,
     Metadata,
     SamplingFields,
+    SomeEntries,
     StrictModel,
 )
 
@@ -120,7 +121,7 @@ class ChatRequest(SamplingFields):
         "prompt_cache_options": ((), "prompts are kept while there is room"),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: SomeEntries[Message]
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None

@@ -18,6 +18,7 @@ from cb_engine.serve.protocol.base import (
     Metadata,
     RequestModel,
     ResponseFormat,
+    SomeEntries,
     StrictModel,
 )
 from cb_engine.serve.protocol.chat import (
@@ -176,7 +177,7 @@ class ResponsesRequest(EngineFields):
     }
 
     model: str | None = None
-    input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
+    input: str | SomeEntries[InputItem]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = None

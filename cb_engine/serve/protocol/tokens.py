@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from cb_engine.serve.protocol.base import Entries, RequestModel, TokenIds
+from cb_engine.serve.protocol.base import Entries, RequestModel, SomeEntries, TokenIds
 from cb_engine.serve.protocol.chat import Message, Tool
 
 
@@ -15,7 +15,7 @@ class TokenizeRequest(RequestModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    messages: SomeEntries[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
