@@ -121,7 +121,7 @@ def test_a_second_signal_ends_it_at_once():
     with process(timeout=60) as (server, url):
         wait_until_ready(url)
         with httpx.stream(
-            "POST", f"{url}/v1/chat/completions", json={**CHAT, "max_tokens": 400}, timeout=30
+            "POST", f"{url}/v1/chat/completions", json={**CHAT, "max_tokens": 400, "n": 64}, timeout=30
         ) as response:
             next(response.iter_lines())
             server.send_signal(signal.SIGTERM)
